@@ -1,1 +1,1 @@
-"""Conversion of stock Llama and Qwen checkpoints to crosshead models, and back."""
+"""Conversion of stock transformers checkpoints to crosshead models, and back."""

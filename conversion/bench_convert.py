@@ -36,44 +36,45 @@ SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
     (0.5, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32000}),
     (0, {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 16, "vocab_size": 2000}),
 )
-"""Minimum gigabytes -> shape; the number of layers gives the exact size."""
+"""(Minimum gigabytes, config fields), largest first; the number of layers is chosen to match the requested size."""
 KEY_VALUE_HEADS = 8
 SHARD = 2_000_000_000
+"""Maximum size of a shard in bytes."""
 DISK_SPACE = 3
-"""Required disk space, relative to the checkpoint: itself, its conversion, and the calibration."""
+"""Required free disk space relative to the checkpoint's size: the checkpoint, its conversion, and the calibration."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 24
-"""One window of tokens, since a token is a byte."""
+"""Calibration text: one window of tokens, because the tokenizer has one token per byte."""
 HALF = {"explicit": {"key_heads": "50%", "value_heads": "50%"}}
 MIXERS: Mapping[str, dict[str, Any]] = {"neutral": {"knocking": {}}, "calibration": HALF, "virtual-heads": HALF}
-"""Case -> mechanisms."""
+"""Benchmark case -> mechanisms."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama-shaped bf16 checkpoint of about this size; `folder` contains it and all other files."""
+    """A synthetic Llama checkpoint in bf16 of about `gigabytes`; `folder` contains it and all other files."""
 
     folder: Path
     gigabytes: float
 
     @property
     def source(self) -> Path:
-        """The checkpoint."""
+        """Folder of the checkpoint."""
         return self.folder / "source"
 
     @cached_property
     def config(self) -> Any:
-        """Its configuration."""
+        """Config of the checkpoint."""
         shape = next(shape for minimum, shape in SHAPES if self.gigabytes >= minimum)
         sizes = [sum(entry.size for entry in _entries(_config(shape, layers)).values()) for layers in (1, 2)]
         return _config(shape, 1 + max(0, round((self.gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))))
 
     @property
     def size(self) -> int:
-        """Size of its tensors in bytes."""
+        """Total size of the checkpoint's tensors in bytes."""
         return sum(entry.size for entry in _entries(self.config).values())
 
     def write(self, write_tokenizer: Callable[[Path], object]) -> None:
-        """Write it, in shards; `ConversionError` if the disk lacks space for it and for the conversions."""
+        """Write the checkpoint in shards; `ConversionError` if the disk lacks space for it and its conversions."""
         free, needed = shutil.disk_usage(self.folder).free, DISK_SPACE * self.size
         if free < needed:
             raise ConversionError(
@@ -91,7 +92,7 @@ class Synthetic:
         write_index(self.source, shards)
 
     def copy(self) -> float:
-        """Seconds of `cp -r`."""
+        """Return the seconds that `cp -r` takes for the checkpoint."""
         out, start = self._fresh("copy"), time.perf_counter()
         run_child(["cp", "-r", str(self.source), str(out)], "cp", ConversionError)
         seconds = time.perf_counter() - start
@@ -99,7 +100,7 @@ class Synthetic:
         return seconds
 
     def convert(self, name: str) -> dict[str, float]:
-        """Seconds and peak memory of a conversion, or of its calibration alone."""
+        """Return seconds and peak memory (bytes) of a conversion, or of its calibration alone."""
         saved = self.folder / "calibration.safetensors"
         if name == "calibration":
             saved.unlink(missing_ok=True)
@@ -119,7 +120,7 @@ class Synthetic:
         return json.loads(output)
 
     def _fresh(self, name: str) -> Path:
-        """A path in the folder, after its earlier content was removed."""
+        """Return a path in the folder after removing its content."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return self.folder / name
 
@@ -135,13 +136,13 @@ def _entries(config: Any) -> dict[str, Entry]:
 
 
 def _random(entry: Entry) -> torch.Tensor:
-    """Small values, different for each tensor."""
+    """Return small random values (bf16), seeded by the tensor's name."""
     generator = torch.Generator().manual_seed(sum(entry.name.encode()))
     return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
-    """Run one job: a conversion, or its calibration."""
+    """Run one job (a conversion or its calibration) and return its seconds and peak memory in bytes."""
     torch.set_num_threads(job["threads"])
     saved, text = Path(job["saved"]), Path(job["saved"]).with_name("text.txt")
     text.write_text(TEXT, encoding="utf-8")

@@ -60,52 +60,55 @@ def convert(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Add mechanisms to a checkpoint; returns the report, which the folder contains as `conversion.json`.
+    """Add mechanisms to a stock checkpoint and return the report, which is also written as `conversion.json`.
 
     `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line, and a key may
     name parts of a T5, as in "talking@encoder+cross". `overwrite` replaces a model in `out`. A run continues an
     unfinished run of the same conversion, unless `restart` discards it. With `plan_only` nothing is written, and the
-    report is the plan. `options` are the fields of `Options`, and `cache`, the part of the KV cache to keep, as in
-    "50%"; for this and for `active`, `mixers` may be empty.
+    report is the plan. `options` are the fields of `Options`, plus `cache`: the fraction of the KV cache to keep, such
+    as "50%". With `cache`, `budget` or `active`, `mixers` may be empty.
     """
-    how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
-    given = Options.of(options)
+    run_options = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
+    checked = Options.of(options)
     if Path(out).suffix.lower() == ".gguf":
         raise ConversionError(f"{out} would be a folder: give another name; `crosshead fold` writes GGUF files")
     if not mixers:
-        mixers = ({} if given.budget is None else {"explicit": {}}) | ({} if given.active is None else {"mixture": {}})
+        mixers = ({} if checked.budget is None else {"explicit": {}}) | (
+            {} if checked.active is None else {"mixture": {}}
+        )
     with tempfile.TemporaryDirectory() as scratch:
-        request = resolve(open_source(source, given.revision, scratch=Path(scratch)), mixers, given)
-        return run(request, Path(out), **how, progress=progress)
+        request = resolve(open_source(source, checked.revision, scratch=Path(scratch)), mixers, checked)
+        return run(request, Path(out), **run_options, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismRequest(Request):
-    """A conversion of a stock checkpoint to a model with mechanisms."""
+    """A request to convert a stock checkpoint to a crosshead model."""
 
-    given: Options
+    user_options: Options
+    """Validated options of the user."""
     target: Any
-    """The target's configuration; with `auto`, its heads are still to be chosen."""
+    """The target's config; with `auto`, the numbers of heads are chosen later."""
     mixers: MixerRequest
     text: Text
     observers: Observers
     auto: AutoLayers | None
     dropped: Mapping[str, str]
-    """Source tensors that are not written -> the reason."""
+    """Source tensor that is not written -> reason."""
     calibration: Calibration | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
-    """For the record: the text, and the choices that depend on it."""
+    """Fields of conversion.json for the calibration input and the choices that depend on it."""
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
-        """Record statistics of the source's attention heads on a text, and choose heads within the budgets."""
+        """Record activation statistics of the source's heads on the calibration input; choose heads within budgets."""
         request = self
         if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
             file = cache / "calibration.safetensors"
             calibration = observe(
                 self.source, self.source_config, self.text, self.observers, file, progress, device=self.device
             )
-            if self.given.save_calibration is not None and not dry_run:
-                _save_calibration(calibration.path, self.given.save_calibration)
+            if self.user_options.save_calibration is not None and not dry_run:
+                _save_calibration(calibration.path, self.user_options.save_calibration)
             request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
         if self.auto is not None:
             mixers, chosen = self.auto.resolve(request.calibration, cache, progress)
@@ -113,13 +116,13 @@ class MechanismRequest(Request):
             mixers, chosen = choose_groups(self.observers.candidates, self.target, self.mixers, request.calibration)
         else:
             return request
-        target = _target_config(self.source.config, self.source_config, mixers, self.given)
+        target = _target_config(self.source.config, self.source_config, mixers, self.user_options)
         decisions = {**request.decisions, "chosen": chosen}
         request = replace(request, target=target, mixers=mixers, decisions=decisions)
         return request if self.auto is None or dry_run else request._fit_chosen(cache, progress)
 
     def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
-        """Fit the layers to the heads that were chosen."""
+        """Return the request with a calibration that holds the tensors fitted for the chosen numbers of heads."""
         kinds = needed_observations(self.target, self.mixers, False)
         if not kinds:
             return self
@@ -134,43 +137,43 @@ class MechanismRequest(Request):
         return replace(self, calibration=fitted)
 
     def plan(self) -> Plan:
-        """Decide the action for every tensor."""
+        """Return the plan: the target's config and an action for every tensor."""
         target, store = self.target, self.source.store
         shapes = tensor_shapes(target, store.entries)
-        rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
-        return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
+        rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.user_options.seed)
+        return make_plan(store, target, shapes, self.dropped, rewrites, self.user_options.stored_dtype, self.decisions)
 
 
-def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> MechanismRequest:
-    """Check the request, before the source is run or anything is written."""
+def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> MechanismRequest:
+    """Validate the mechanisms and options for a source and return the request; runs no model and writes nothing."""
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
     dropped = check_source(source.store, tensor_shapes(stock, source.store.entries), tied_tensors(stock))
     request = read_request(mixers, _mixed_config(source.config, {"mixers": {}}))
-    if not any(each.mixers for each in request.by_part) and given.vocab_size is None:
+    if not any(part.mixers for part in request.by_part) and options.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
-    device, chooses = given.device or "cpu", (given.budget, given.active) != (None, None)
-    check_limits(RequestedConversion(stock, request, given))
-    check_auto(request, given.budget, given.active)
-    if given.active is not None:
+    device, chooses = options.device or "cpu", (options.budget, options.active) != (None, None)
+    check_limits(RequestedConversion(stock, request, options))
+    check_auto(request, options.budget, options.active)
+    if options.active is not None:
         all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
         request = replace(request, mixers=request.mixers | {"mixture": all_heads})
-    target = _target_config(source.config, stock, request, given)
-    is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
-    text = calibration_input(given.calibration, source)
-    auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
-    wanted = needed_observations(target, request, given.budget is not None)
-    check_limits(RequestedConversion(stock, request, given, wanted))
-    runs_source = bool(wanted) or auto is not None
-    _check_calibration(given, text, bool(wanted), runs_source)
+    target = _target_config(source.config, stock, request, options)
+    is_neutral = starts_neutral(target, options.allow_inexact) and not chooses
+    text = calibration_input(options.calibration, source)
+    auto = (
+        AutoLayers(options.budget, options.active, source, stock, target, request, text, device) if chooses else None
+    )
+    kinds = needed_observations(target, request, options.budget is not None)
+    check_limits(RequestedConversion(stock, request, options, kinds))
+    runs_source = bool(kinds) or auto is not None
+    _check_calibration(options, text, bool(kinds), runs_source)
     if auto is not None:
         auto.check()
     candidates = [] if auto is not None else candidate_counts(target, request)
     biased = bool(family_of(stock).qkv_bias(stock))
-    observers = Observers(
-        wanted, target.layouts(), active_heads(target), biased, candidates, routings(target, request)
-    )
-    _check_saved(given.save_calibration, observers)
+    observers = Observers(kinds, target.layouts(), active_heads(target), biased, candidates, routings(target, request))
+    _check_saved(options.save_calibration, observers)
     described = text.described() if runs_source else {}
     recorded = target.mixers
     if observers.chooses_groups:
@@ -180,13 +183,13 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
         command="convert",
         source=source,
         source_config=stock,
-        options=given.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
-        minimum_bytes=minimum_size(source.store, dropped, given.stored_dtype),
+        options=options.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
+        minimum_bytes=minimum_size(source.store, dropped, options.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
-        tolerance=_tolerance(source, target, given, bool(wanted)) if is_neutral else None,
+        tolerance=_tolerance(source, target, options, bool(kinds)) if is_neutral else None,
         device=device,
-        given=given,
+        user_options=options,
         target=target,
         mixers=request,
         text=text,
@@ -196,37 +199,37 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     )
 
 
-def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_source: bool) -> None:
-    """`ConversionError` if an option of calibration has no effect."""
+def _check_calibration(options: Options, text: Text, needs_statistics: bool, runs_source: bool) -> None:
+    """Raise `ConversionError` if a calibration option has no effect, or a text is needed but a saved one is given."""
     for option, is_used in (("calibration", runs_source), ("save_calibration", needs_statistics)):
-        if not is_used and getattr(given, option) is not None:
+        if not is_used and getattr(options, option) is not None:
             name = option.replace("_", "-")
             raise ConversionError(f"--{name} has no effect: this conversion does not run the source on text; omit it")
     if text.is_saved and not needs_statistics:
         raise ConversionError(
-            f"--calibration {given.calibration} has no effect: --layers auto needs a text; name a text file"
+            f"--calibration {options.calibration} has no effect: --layers auto needs a text; name a text file"
         )
-    if text.is_saved and given.active is not None:
+    if text.is_saved and options.active is not None:
         raise ConversionError(
-            f"--active fits routers to a text: name one instead of --calibration {given.calibration}"
+            f"--active fits routers to a text: name one instead of --calibration {options.calibration}"
         )
 
 
-def _tolerance(source: Source, target: Any, given: Options, needs_statistics: bool) -> Tolerance:
-    # The output projection is divided by a factor, or projections are multiplied, and rounded once more.
+def _tolerance(source: Source, target: Any, options: Options, needs_statistics: bool) -> Tolerance:
+    # `differential` scales the output projection, `bilinear` multiplies projections: both round weights once more.
     if not {"differential", "bilinear"}.isdisjoint(target.mechanisms()):
-        rounded_to = {entry.dtype_in(given.stored_dtype) for entry in source.store.entries.values()} - {None}
+        rounded_to = {entry.dtype_in(options.stored_dtype) for entry in source.store.entries.values()} - {None}
         return tolerance(target, rounded_to & ROUNDING.keys())
-    # Reordered heads are summed in another order, and keys with a norm are divided at another place.
+    # Float32 rounding: reordered heads are summed in another order, `explicit` applies the key norm's scale later.
     rounded_to = {"F32"} if needs_statistics or "explicit" in target.mechanisms() else set()
-    dtype = given.stored_dtype
+    dtype = options.stored_dtype
     if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in source.store.entries.values()):
         rounded_to.add(dtype)
     return tolerance(target, rounded_to)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-    """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
+    """Return a crosshead config: a source's config with changes; `ConversionError` if mechanisms do not fit it."""
     family = FAMILIES[content["model_type"]]
     try:
         config = family.crosshead.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})
@@ -236,13 +239,13 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
         raise ConversionError(one_line(error)) from None
 
 
-def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, given: Options) -> Any:
+def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, options: Options) -> Any:
     changes: dict[str, Any] = {"mixers": request.mixers, **doubled_heads(request.mixers, stock)}
-    if given.vocab_size is not None:
-        check_vocabulary(given.vocab_size, stock.vocab_size)
-        changes["vocab_size"] = given.vocab_size
-    if given.dtype is not None:
-        changes["dtype"] = given.dtype
+    if options.vocab_size is not None:
+        check_vocabulary(options.vocab_size, stock.vocab_size)
+        changes["vocab_size"] = options.vocab_size
+    if options.dtype is not None:
+        changes["dtype"] = options.dtype
     return _mixed_config(content, changes)
 
 

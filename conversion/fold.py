@@ -1,8 +1,8 @@
 """Converts a crosshead model back to a stock checkpoint, where that is exact.
 
-Each mechanism's rule works on one layer's attention tensors, by their names within the attention. A map that is
-linear in the features of a head, or across heads, before any nonlinear operation, is multiplied into the projection.
-A mechanism that is unchanged since its neutral start is removed.
+Each mechanism's rule rewrites one layer's attention tensors, named relative to the attention module. A linear map over
+the features of a head, or across heads, that precedes every nonlinear operation is multiplied into the projection.
+A mechanism that still has its neutral initial values is removed.
 """
 
 import tempfile
@@ -43,10 +43,10 @@ from .stages import Request, run
 from .verification.tolerances import tolerance
 
 CROSSHEAD_FIELDS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
-"""Fields of a crosshead configuration that the stock configuration lacks or defines differently."""
+"""Fields of a crosshead config that the stock config lacks or defines differently."""
 PROJECTIONS = {"query": ("q_proj", "q_b_proj"), "key": ("k_proj",), "value": ("v_proj", "kv_b_proj")}
-"""Side -> projections with its rows. In MLA, queries may come from `q_b_proj`, and the last rows of each head in
-`kv_b_proj` are its values."""
+"""Side -> projections whose rows compute it. In MLA, queries may come from `q_b_proj`, and the last rows of each head
+in `kv_b_proj` compute its values."""
 
 
 @default_torch_state()
@@ -63,7 +63,7 @@ def fold(
     plan_only: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Convert a crosshead model to a stock model; returns the report.
+    """Convert a crosshead model to a stock model and return the report.
 
     With `keep_cache`, the stock model caches the component heads of `explicit`, not all heads (`keep_cache.py`).
     The report is written next to the folder as `<name>.conversion.json`, so that the folder contains no crosshead
@@ -73,7 +73,7 @@ def fold(
     If `out` ends in `.gguf`, it is a GGUF file for llama.cpp, of the given `type` (f32, f16, bf16, q8_0, q4_0, ...; by
     default the checkpoint's dtype). An interrupted run then starts again. A stock model is written as it is.
     """
-    how = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
+    run_options = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
     is_gguf = check_type(Path(out), type)
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(model, revision, scratch=Path(scratch))
@@ -82,9 +82,9 @@ def fold(
                 raise ConversionError(f"restart has no effect on {out}: an interrupted GGUF file leaves nothing")
             is_stock = kind_of(source.config) == "stock" and not keep_cache
             request = copied(source) if is_stock else resolve(source, keep_cache)
-            return run_gguf(request, Path(out), type, **how, progress=progress)
+            return run_gguf(request, Path(out), type, **run_options, progress=progress)
         request = resolve(source, keep_cache)
-        return run(request, Path(out), **how, restart=restart, progress=progress)
+        return run(request, Path(out), **run_options, restart=restart, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +94,15 @@ class FoldRequest(Request):
     command: str = "fold"
     cached_bytes: int = 0
     prepared: Plan
-    """Made by `resolve` to check the request."""
+    """Plan that `resolve` made to check that every layer can be folded."""
 
     def plan(self) -> Plan:
-        """The prepared plan."""
+        """Return the prepared plan."""
         return self.prepared
 
 
 def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
-    """Check the request, and plan every tensor."""
+    """Check that the source can be folded, plan every tensor, and return the request."""
     config = read_config(source.config, "crosshead", source.origin["name"])
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
     fields["model_type"] = config.model_type.removeprefix(PREFIX)
@@ -115,7 +115,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     stock: Any = family.stock.from_dict(fields)
     stock.architectures = config.architectures
     stock.architectures = [architecture_of(stock)]  # `wide` may have changed the family
-    shapes, source_shapes = (tensor_shapes(of, source.store.entries) for of in (stock, config))
+    shapes, source_shapes = (tensor_shapes(model_config, source.store.entries) for model_config in (stock, config))
     dropped = check_source(source.store, source_shapes, tied_tensors(config))
     dropped |= dropped_biases(source.store, source_shapes.keys() - shapes.keys())
     rewrites = fold_layers(source.store, config, shapes, wide)
@@ -124,7 +124,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     rounded_to = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
     allowed = tolerance(stock, {"F32"} | rounded_to)
     if wide is not None and config.layout_of_layer(0).key_norm_eps is not None:
-        allowed = replace(allowed, logits=None)  # scalars that are as small as the norm's eps
+        allowed = replace(allowed, logits=None)  # inexact for scalars as small as the norm's eps
     return FoldRequest(
         source=source,
         source_config=config,
@@ -137,7 +137,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
 
 
 def copied(source: Source) -> FoldRequest:
-    """A request that copies a stock model."""
+    """Return a request that copies a stock model, for its export to GGUF."""
     stock = read_config(source.config, "stock", source.origin["name"])
     shapes = tensor_shapes(stock, source.store.entries)
     dropped = check_source(source.store, shapes, tied_tensors(stock))
@@ -154,17 +154,19 @@ def copied(source: Source) -> FoldRequest:
 
 
 def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads | None = None) -> LayerRewrites:
-    """The rewrites that fold every layer; `ConversionError` if a layer cannot be folded.
+    """Return the rewrites that fold every layer; `ConversionError` if a layer cannot be folded.
 
-    With `wide`, the component heads of `explicit` stay.
+    With `wide`, the component heads of `explicit` become the KV heads of the stock model.
     """
     applied = {layer: _mechanisms_to_apply(store, config, layer) for layer in attention_layers(config)}
     layers: dict[str, int] = {}
     for layer, mechanisms in applied.items():
         sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
-        written = [each for side in (PROJECTIONS if wide else sorted(sides)) for each in PROJECTIONS[side]]
-        written += ["o_proj"] if wide else []
-        parts = [f"{projection}.{part}" for projection in written for part in ("weight", "bias")]
+        projections = [
+            projection for side in (PROJECTIONS if wide else sorted(sides)) for projection in PROJECTIONS[side]
+        ]
+        projections += ["o_proj"] if wide else []
+        parts = [f"{projection}.{part}" for projection in projections for part in ("weight", "bias")]
         names = [attention_names(config, layer).stored(part) for part in parts]
         layers |= {name: layer for name in names if name in shapes}
 
@@ -181,7 +183,7 @@ def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads
 
 
 def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[str]:
-    """The mechanisms of a layer that change its outputs: all but those with the values of their neutral start."""
+    """Return the mechanisms of a layer to fold: all that do not have their neutral initial values any more."""
     layout = mixers_layout(config, layer)
     applied = []
     for name, options in config.mixers_of_layer(layer).items():
@@ -195,36 +197,37 @@ def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[st
 
 
 def _has_starting_values(store: TensorStore, config: Any, layer: int, mechanism: str) -> bool:
+    """True if all tensors of a mechanism in a layer equal their initial values."""
     names, values = attention_names(config, layer), starting_values(config, layer, 0)
     parts = [part for part in values if part.startswith(f"mixers.{mechanism}.")]
     return all(torch.equal(stored := store.read(names.stored(part)), values[part].to(stored.dtype)) for part in parts)
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A matrix, and a projection's rows (heads, features, ...) -> the new rows."""
+"""Function of a mechanism's matrix and a projection's rows (heads, features, ...) that returns the new rows."""
 
 
 def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, product: Product) -> Tensors:
-    """Multiply a mechanism's matrices into the projections' rows."""
+    """Return the tensors with a mechanism's matrices multiplied into the rows of the projections."""
     folded = dict(tensors)
     for side, projections in PROJECTIONS.items():
         matrix = tensors.get(f"mixers.{mechanism}.{side}.weight")
         for name in (f"{projection}.{part}" for projection in projections for part in ("weight", "bias")):
             if matrix is not None and name in tensors:
                 size = layout.value_dim or layout.head_dim if side == "value" else layout.head_dim
-                together = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
-                rows = tensors[name].unflatten(0, (-1, together))
-                keys, rows = rows[:, : together - size], rows[:, together - size :]
+                rows_per_head = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
+                rows = tensors[name].unflatten(0, (-1, rows_per_head))
+                keys, rows = rows[:, : rows_per_head - size], rows[:, rows_per_head - size :]
                 rows = product(matrix, rows)
                 folded[name] = (torch.cat([keys, rows], dim=1) if keys.numel() else rows).flatten(0, 1)
     return folded
 
 
 def _combine(scalars: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
-    """Combinations of the components of each group; the scalars are (heads, components of a group)."""
+    """Combine components (h', ...) by scalars (h, h' / groups) within each group: (h, ...)."""
     groups = len(components) // scalars.shape[1]
-    blocks, of_group = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
-    return torch.einsum("gij,gj...->gi...", blocks, of_group).flatten(0, 1)
+    blocks, grouped = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
+    return torch.einsum("gij,gj...->gi...", blocks, grouped).flatten(0, 1)
 
 
 def _refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:
@@ -248,12 +251,12 @@ def _refuse_mixture(settings: Settings, layout: HeadLayout) -> str | None:
 
 @dataclass(frozen=True)
 class FoldRule:
-    """How a mechanism is folded into a stock layer."""
+    """Fold of one mechanism into a stock layer."""
 
     refusal: Callable[[Settings, HeadLayout], str | None]
-    """The reason why a mechanism with these settings cannot be folded; None if it can."""
+    """Settings and head layout -> the reason why the mechanism cannot be folded, or None if it can."""
     apply: Callable[[Tensors, HeadLayout], Tensors] = lambda tensors, layout: tensors
-    """The layer's tensors with the mechanism applied; the mechanism's own tensors are dropped by the caller."""
+    """Attention tensors and head layout -> tensors with the mechanism applied; its own tensors are dropped later."""
 
 
 def _never(reason: str) -> FoldRule:
@@ -274,4 +277,4 @@ FOLD_RULES: dict[str, FoldRule] = {
     "gating": _never("its gates depend on the input; it only folds while its weight is zero, where every gate is 1"),
     "bilinear": _never("its matrices have full rank; those of a stock layer are products of smaller ones"),
 }
-"""Mechanism -> its rule. Mechanisms with their neutral starting values fold without a rule."""
+"""Mechanism -> fold rule. A mechanism with its neutral initial values needs no rule."""

@@ -1,11 +1,11 @@
-"""`fold --keep-cache`: a model with `explicit` as a stock model with fewer KV heads, which caches the components.
+"""`fold --keep-cache`: folds a model with `explicit` to a stock model with fewer KV heads, which hold the components.
 
-The components of a group of KV heads become one KV head of a stock layer. A query meets a combined key as
-`q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`, so `q_proj` gets one copy of each head for each
-component, times its scalar, and `o_proj` the same of its columns; `k_proj` and `v_proj` keep the components. With
-several components in a head, RoPE's frequencies repeat: the RoPE type `longrope` has a factor for each of them.
-With one component in a group, the result is plain grouped-query attention with unchanged heads, and a norm on keys
-leaves only the signs of the scalars.
+The components of a group of KV heads are concatenated to one wide KV head of a stock layer. The logit of query `q_i`
+is `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`, so each query head in `q_proj` is repeated for
+every component, multiplied by its scalar, and the columns of `o_proj` likewise; `k_proj` and `v_proj` keep the
+components. With several components per head, RoPE's frequencies repeat within a head: the RoPE type `longrope` has one
+factor per frequency. With one component per group, the result is plain grouped-query attention with unchanged head
+size; if keys are normalised, only the signs of the scalars matter.
 """
 
 import math
@@ -32,29 +32,29 @@ HEAD_SIZES: dict[str, Container[int]] = {
     "vLLM on a CPU": {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512},
     "llama.cpp on a CPU": range(2, 4097, 2),
 }
-"""Engine -> the head sizes that its attention takes: those of vLLM 0.32 and llama-cpp-python 0.3.36."""
+"""Engine -> head sizes that its attention supports, for vLLM 0.32 and llama-cpp-python 0.3.36."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the length of the text."""
+"""RoPE types whose frequencies do not depend on the sequence length."""
 QWEN2_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-"""Fields of Qwen2's config that Llama's lacks."""
+"""Fields of Qwen2's config that Llama's config lacks."""
 
 
 @dataclass(frozen=True)
 class WideHeads:
-    """The KV heads of the stock model."""
+    """KV heads of the stock model: each is the concatenation of one group's component heads."""
 
     groups: int
-    """KV heads."""
+    """Number of KV heads of the stock model."""
     width: int
-    """Components in a KV head."""
+    """Number of components per KV head."""
     size: int
-    """Features of a component."""
+    """Number of features of a component."""
     query_scale: float
-    """The factor on queries that keeps the logits, as the stock model divides by the root of its wider heads."""
+    """Factor on queries that keeps the logits, despite the larger head size and without RoPE's attention scaling."""
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """The heads for a model's configuration; `ConversionError` with the reason if no stock model can have them."""
+        """Return the KV heads for a model's config; `ConversionError` with the reason if no stock model fits."""
         counts = {_counts(config, layer) for layer in range(config.num_hidden_layers)}
         if len(counts) > 1:
             listed = ", ".join(f"{keys} of keys and {values} of values" for _, keys, values in sorted(counts))
@@ -78,21 +78,21 @@ class WideHeads:
         return cls(groups, width, layout.head_dim, math.sqrt(width) * _rotary(config).attention_scaling ** 2)
 
     def config_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The stock configuration's content, from that without cross-head fields."""
+        """Return the fields of the stock config; `fields` are those of the model's config without mechanisms."""
         heads = {"num_key_value_heads": self.groups, "head_dim": self.width * self.size}
         if self.width == 1:
             return {**fields, **heads}
         content = {key: value for key, value in fields.items() if key not in QWEN2_FIELDS}
-        # Qwen2's own class has biases without a field for them. Engines run Llama's with any head size.
+        # Llama, also for Qwen2: its config has a field for biases, and engines run it with any head size.
         biased = bool(family_of(config).qkv_bias(config))
         rope = self._repeated_rope(config)
         return {**content, **heads, "model_type": "llama", "attention_bias": biased, "rope_parameters": rope}
 
     def _repeated_rope(self, config: Any) -> dict[str, Any]:
-        """RoPE parameters by which each component in a wide head turns as it did in its own head.
+        """Return RoPE parameters that rotate each component of a wide head by the angles of the original head.
 
-        With a base of 1, the frequencies are `1 / factor`, without the rounding of a power: an error in a frequency
-        grows with the position.
+        With `rope_theta` 1, the frequencies are `1 / factor`, without the rounding error of a power, whose effect
+        would grow with the position.
         """
         factors = _reciprocals(_rotary(config).inv_freq).repeat(self.width).tolist()
         return {
@@ -106,11 +106,11 @@ class WideHeads:
         }
 
     def rewrite(self, tensors: Tensors, layout: HeadLayout) -> Tensors:
-        """A layer's stock attention tensors. Rows of a wide head are (half, component, feature in the half)."""
+        """Return a layer's stock attention tensors. A wide q or k head has rows (half, component, feature of half)."""
         heads, queries = layout.key_value_heads, layout.query_heads
         keys, values = (self._scalars(tensors, side, heads) for side in ("key", "value"))
         new = dict(tensors)
-        if layout.key_norm_eps is not None:  # only a scalar's sign remains; the mean is for the eps
+        if layout.key_norm_eps is not None:  # the norm cancels a scalar's magnitude, except for its eps
             mean = keys.abs().unflatten(0, (self.groups, -1)).mean(1).flatten()
             for name in ("k_proj.weight", "k_proj.bias"):
                 if name in tensors:
@@ -133,25 +133,25 @@ class WideHeads:
         return new
 
     def _scalars(self, tensors: Tensors, side: str, heads: int) -> torch.Tensor:
-        """The scalars of each KV head for the components of its group: (heads, width)."""
+        """Return the scalars of each KV head for the components of its group, padded with zeros: (heads, width)."""
         scalars = tensors.get(f"mixers.explicit.{side}.weight")
-        if scalars is None:  # this side has all its heads
+        if scalars is None:  # this side keeps all heads
             members = heads // self.groups
             scalars = torch.eye(members).repeat(self.groups, 1).to(tensors["q_proj.weight"])
         return torch.nn.functional.pad(scalars, (0, self.width - scalars.shape[1]))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """(components * size, ...) -> (groups, width, size, ...), with zeros for components that a side lacks."""
+        """Reshape (components * size, ...) to (groups, width, size, ...), with zeros for missing components."""
         components = rows.unflatten(0, (self.groups, -1, self.size))
         missing = self.width - components.shape[1]
         return torch.cat([components, components.new_zeros(self.groups, missing, *components.shape[2:])], dim=1)
 
     def _in_halves(self, components: torch.Tensor) -> torch.Tensor:
-        """(heads, width, size, ...) -> the rows of wide heads, whose two halves RoPE rotates together."""
+        """Return the rows of wide heads from (heads, width, size, ...); RoPE pairs features of a head's two halves."""
         return components.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 3)
 
     def report(self, config: Any, stock: Any, store: TensorStore) -> dict[str, Any]:
-        """The cache, the cost and the engines' limits, for the record."""
+        """Return cache size, cost factor and supporting engines, for conversion.json."""
         dtype = DTYPES[store.entries["model.layers.0.self_attn.k_proj.weight"].dtype]
         plain = family_of(config).crosshead.from_dict({**config.to_dict(), "mixers": {}})
         size = self.width * self.size
@@ -167,7 +167,7 @@ class WideHeads:
 
 
 def _counts(config: Any, layer: int) -> tuple[int, int, int]:
-    """A layer's groups, and its component heads of keys and of values; `ConversionError` if they cannot be kept."""
+    """Return a layer's number of groups, key components and value components; `ConversionError` without `explicit`."""
     explicit = config.mixers_of_layer(layer).get("explicit")
     if explicit is None:
         raise _refusal(f"layer {layer} has no 'explicit', so it caches all heads: fold without --keep-cache")
@@ -175,10 +175,12 @@ def _counts(config: Any, layer: int) -> tuple[int, int, int]:
 
 
 def _check_rope(config: Any) -> None:
-    """`ConversionError` unless stock Llama can repeat the frequencies, and see as many tokens."""
-    kind = config.rope_parameters["rope_type"]
-    if kind not in STATIC_ROPE:
-        raise _refusal(f"rope_type={kind!r} has frequencies that depend on the length; use {', '.join(STATIC_ROPE)}")
+    """Raise `ConversionError` unless stock Llama can express the RoPE frequencies and the attention span."""
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in STATIC_ROPE:
+        raise _refusal(
+            f"rope_type={rope_type!r} has frequencies that depend on the length; use {', '.join(STATIC_ROPE)}"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal("some layers have a sliding window, which stock Llama lacks")
 
@@ -188,14 +190,14 @@ def _refusal(reason: str) -> ConversionError:
 
 
 def _rotary(config: Any) -> LlamaRotaryEmbedding:
-    """RoPE of a Llama or Qwen2 configuration."""
+    """Return the RoPE module of a Llama or Qwen2 config."""
     fields = ("hidden_size", "num_attention_heads", "max_position_embeddings", "rope_parameters")
-    given = {name: deepcopy(getattr(config, name)) for name in fields}
-    return LlamaRotaryEmbedding(LlamaConfig(**given, head_dim=config.layout_of_layer(0).head_dim))
+    values = {name: deepcopy(getattr(config, name)) for name in fields}
+    return LlamaRotaryEmbedding(LlamaConfig(**values, head_dim=config.layout_of_layer(0).head_dim))
 
 
 def _reciprocals(frequencies: torch.Tensor) -> torch.Tensor:
-    """Numbers in float32 whose reciprocals are closest to the frequencies, of all next to the rounded reciprocal."""
+    """Return float32 numbers whose reciprocals best match the frequencies, among 1 / frequency and its neighbours."""
     rounded = 1 / frequencies
     below, above = (torch.nextafter(rounded, rounded * factor) for factor in (0, 2))
     candidates = torch.stack([rounded, below, above])

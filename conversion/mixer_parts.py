@@ -1,4 +1,4 @@
-"""Mechanisms for the parts of a T5, as in `talking@encoder+cross`."""
+"""Parsing of mechanisms for the parts of a T5, such as `talking@encoder+cross`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from .options import MixerRequest, read_mixers
 
 
 def read_request(requested: Mapping[str, Any], config: Any) -> MixerRequest:
-    """Typed values of every option; `config` is that of the model, with mechanisms or without."""
+    """Return the request with typed values of all options; `config` is a crosshead config, with or without mixers."""
     layouts, parts = config.layouts(), parts_of(config)
     if parts:
         return read_parts(requested, {part: [layouts[layer] for layer in parts[part]] for part in parts})
@@ -25,30 +25,30 @@ def read_request(requested: Mapping[str, Any], config: Any) -> MixerRequest:
 
 
 def read_parts(requested: Mapping[str, Any], layouts: Mapping[str, list[HeadLayout]]) -> MixerRequest:
-    """The request for a model with the layouts of each part.
+    """Return the request for a T5, given the head layouts of each part.
 
-    A key is a mechanism (in all parts), a mechanism in some parts as in `talking@encoder+cross`, or, as in a config,
-    a part.
+    A key of `requested` is a mechanism (for all parts), a mechanism with parts such as `talking@encoder+cross`, or, as
+    in a config, a part that maps mechanisms to options.
     """
-    of_parts: dict[str, dict[str, Any]] = {part: {} for part in layouts}
-    for key, given in requested.items():
-        for part, mechanism, options in _placed(key, given, layouts):
-            if part not in of_parts:
+    mixers_by_part: dict[str, dict[str, Any]] = {part: {} for part in layouts}
+    for key, entry in requested.items():
+        for part, mechanism, options in _by_part(key, entry, layouts):
+            if part not in mixers_by_part:
                 raise ConversionError(str(unknown(f"--mixer {key}", "part of the model", part, list(layouts))))
-            if mechanism in of_parts[part]:
+            if mechanism in mixers_by_part[part]:
                 raise ConversionError(f"--mixer {mechanism} is given twice for the part {part!r}: give it once")
-            of_parts[part][mechanism] = options
-    parts = {part: read_mixers(mixers, layouts[part]) for part, mixers in of_parts.items() if mixers}
+            mixers_by_part[part][mechanism] = options
+    parts = {part: read_mixers(mixers, layouts[part]) for part, mixers in mixers_by_part.items() if mixers}
     mixers = {part: request.mixers for part, request in parts.items()}
     return MixerRequest(mixers, {part: request.choices for part, request in parts.items()}, parts)
 
 
-def _placed(key: str, given: Any, layouts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Part, mechanism and options of one entry of a request."""
+def _by_part(key: str, entry: Any, layouts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (part, mechanism, options) for every part that an entry of a request applies to."""
     if key in PARTS:
-        if not isinstance(given, Mapping):
-            raise ConversionError(f"mixers.{key}={given!r} is not allowed: use a mapping of mechanism to options")
-        yield from ((key, mechanism, options) for mechanism, options in given.items())
+        if not isinstance(entry, Mapping):
+            raise ConversionError(f"mixers.{key}={entry!r} is not allowed: use a mapping of mechanism to options")
+        yield from ((key, mechanism, options) for mechanism, options in entry.items())
         return
     mechanism, at, parts = key.partition("@")
-    yield from ((part, mechanism, given) for part in (parts.split("+") if at else layouts))
+    yield from ((part, mechanism, entry) for part in (parts.split("+") if at else layouts))

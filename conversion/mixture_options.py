@@ -1,4 +1,4 @@
-"""Options of `mixture` in a conversion: its defaults for a pretrained model, and those of a fitted router."""
+"""Options of `mixture` in a conversion: defaults for a pretrained model, and limits of a fitted router."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from crosshead.common.errors import ConversionError
 from crosshead.modeling.options import is_whole
 
 
-def mixture_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A fitted two_stage router by default, and the paper's method where its options are given."""
-    is_paper = given.get("method") == "paper" or "shared" in given or given.get("router") == "query_norm"
-    own = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
-    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | own | dict(given)
+def mixture_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with defaults: a fitted two_stage router, or the paper's method if an option implies it."""
+    is_paper = options.get("method") == "paper" or "shared" in options or options.get("router") == "query_norm"
+    router = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
+    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | router | dict(options)
 
 
 def check_fitted_router(mixers: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Mapping[str, str]]) -> None:
-    """`ConversionError` if the options of a mixture do not go together with a fitted router."""
+    """Raise `ConversionError` if the options of `mixture` are incompatible with a fitted router."""
     if choices.get("mixture", {}).get("method") != "calibrated":
         return
     for option, value in (("router", "two_stage"), ("gate", "binary")):
@@ -32,7 +32,10 @@ def check_fitted_router(mixers: Mapping[str, Mapping[str, Any]], choices: Mappin
 
 
 def share_half(options: dict[str, Any], heads: int) -> None:
-    """By default share half of all heads, as in the paper's continued training; at most half of the active heads."""
+    """Set the default of `shared_heads`: half of all heads, as in the paper's continued training.
+
+    Layers with at most that many active heads share half of their active heads.
+    """
     active, half = options.get("active_heads"), heads // 2
     counts: list[Any] = active if isinstance(active, list) else [active]
     if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):

@@ -26,43 +26,49 @@ from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Num
 from .mixture_options import check_fitted_router, mixture_defaults, share_half
 
 CALIBRATION_SUFFIX = ".safetensors"
-"""Suffix of a saved calibration."""
+"""File suffix of a saved calibration."""
 MAX_INTEGER = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""The dtypes of the option --dtype -> their names in safetensors."""
+"""Value of the option --dtype -> dtype name in safetensors."""
 DATASET = "datasets:"
-"""The prefix of a calibration that names a dataset on the Hub."""
+"""Prefix of a --calibration value that names a dataset on the Hub."""
 UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path that may begin with `~`."""
 PATHS = ("calibration", "save_calibration")
+"""Options that are paths."""
 
 
-def is_dataset(given: str | Path) -> bool:
-    """Whether a calibration is the name of a dataset."""
-    return str(given).startswith(DATASET)
+def is_dataset(calibration: str | Path) -> bool:
+    """True if a --calibration value names a dataset on the Hub."""
+    return str(calibration).startswith(DATASET)
 
 
 class Options(BaseModel):
-    """Options of a conversion apart from its mechanisms."""
+    """Options of a conversion, without its mechanisms."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     revision: str | None = None
     vocab_size: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    """Vocabulary size to increase the embeddings to."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     calibration: UserPath | None = None
+    """Text, documents, images, a saved calibration, or `datasets:NAME`; None for the default text."""
     save_calibration: UserPath | None = None
     layers: Literal["auto"] | None = None
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """KV cache of the result as a fraction of the source's, for `layers="auto"`."""
     active: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Active heads of `mixture` to choose, as a fraction of all heads."""
     seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
+    """Allow options whose initial outputs differ much from the source's."""
     device: Literal["cpu", "cuda"] | None = None
-    """Where the source runs on text, and the result for comparison."""
+    """Device for calibration and for verification."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], where: str = "--") -> Self:
-        """The checked options; `ConversionError` with one line that begins with `where`."""
+        """Return the validated options; raise `ConversionError` with one line that begins with `where`."""
         try:
             return cls.model_validate(options)
         except ValidationError as error:
@@ -70,20 +76,20 @@ class Options(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_budgets(cls, given: Any) -> Any:
-        """Percentages as parts; `cache` stands for `layers="auto"` and a budget."""
-        if not isinstance(given, dict):
-            return given
-        given = dict(given)
+    def _read_budgets(cls, values: Any) -> Any:
+        """Convert percentages to fractions, and replace `cache` by `layers="auto"` and a budget."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
         for option, whole in (("active", "all heads"), ("budget", "the source's KV cache")):
-            if given.get(option) is not None:
-                given[option] = _part(option, given[option], whole)
-        if (cache := given.pop("cache", None)) is None:
-            return given
+            if values.get(option) is not None:
+                values[option] = _fraction(option, values[option], whole)
+        if (cache := values.pop("cache", None)) is None:
+            return values
         for other in ("layers", "budget"):
-            if given.get(other) is not None:
+            if values.get(other) is not None:
                 raise ValueError(f"--cache and --{other} both set the budget of the KV cache: give --cache alone")
-        return given | {"layers": "auto", "budget": _part("cache", cache, "the source's KV cache")}
+        return values | {"layers": "auto", "budget": _fraction("cache", cache, "the source's KV cache")}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -101,54 +107,54 @@ class Options(BaseModel):
 
     @property
     def stored_dtype(self) -> str | None:
-        """The dtype's name in safetensors."""
+        """Name of `dtype` in safetensors; None to keep the dtypes of the source."""
         return DTYPES[self.dtype] if self.dtype else None
 
     def recorded(self) -> dict[str, Any]:
-        """The given options, without paths of this machine."""
-        given = self.model_dump(exclude=set(PATHS)).items()
-        return {key: value for key, value in given if value is not None and value is not False}
+        """Return the options that conversion.json records: all that are set, except local paths."""
+        options = self.model_dump(exclude=set(PATHS)).items()
+        return {key: value for key, value in options if value is not None and value is not False}
 
 
 CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},
     "mixture": {"method": Choice(("calibrated", "paper")), "shared": Choice(("first", "calibrated"))},
 }
-"""Options of mechanisms that only a conversion has; a config does not contain them."""
+"""Mechanism -> options that only a conversion has; a config does not contain them."""
 DEFAULTS: dict[str, dict[str, Any]] = {"explicit": {"norm": False}}
-"""Defaults for a pretrained model that differ from those of a new one."""
+"""Mechanism -> defaults for a pretrained model that differ from the defaults for a new model."""
 Mixers = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class MixerRequest:
-    """The requested mechanisms."""
+    """The requested mechanisms with parsed options."""
 
     mixers: Mixers
-    """Options for the config."""
+    """Mechanism -> options in the config; for a T5, part -> mechanism -> options."""
     choices: dict[str, dict[str, Any]]
-    """Options of the conversion: mechanism -> option -> value."""
+    """Mechanism -> options that only the conversion has; for a T5, part -> mechanism -> options."""
     parts: Mapping[str, "MixerRequest"] = field(default_factory=dict)
-    """Of a T5, the request of each part; `mixers` and `choices` are then those of all, by part."""
+    """Part of a T5 (encoder, decoder, cross) -> the request for this part; empty for other models."""
 
     @property
     def by_part(self) -> list["MixerRequest"]:
-        """The request of each part; of a model without parts, the request itself."""
+        """The requests for the parts of a T5; for other models, a list of the request itself."""
         return [*self.parts.values()] or [self]
 
 
-def _part(option: str, given: Any, whole: str) -> float:
-    """A percentage or a number between 0 and 1."""
-    text = str(given)
+def _fraction(option: str, value: Any, whole: str) -> float:
+    """Return a percentage or a number between 0 and 1 as a fraction; `ValueError` for other values."""
+    text = str(value)
     number = _number(text.removesuffix("%"))
-    part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
-    if isinstance(part, str) or not 0 < part < 1:
+    fraction = number / 100 if text.endswith("%") and not isinstance(number, str) else number
+    if isinstance(fraction, str) or not 0 < fraction < 1:
         raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
-    return float(part)
+    return float(fraction)
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
-    """Split `NAME[:key=value,...]` into name and options."""
+    """Split `NAME[:key=value,...]` into the mechanism's name and its options."""
     name, _, rest = argument.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
@@ -162,7 +168,7 @@ def split_argument(argument: str) -> tuple[str, dict[str, str]]:
 
 
 def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
-    """Typed values of every option; the config checks whether they fit the model."""
+    """Return the request with typed values of all options; the config checks later whether they fit the model."""
     mixers: Mixers = {}
     choices: dict[str, dict[str, str]] = {}
     if not isinstance(requested, Mapping):
@@ -172,25 +178,30 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
-        given = {} if options is None else options
-        if not isinstance(given, Mapping):
-            raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")
-        own: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
-        extra = CONVERSION_OPTIONS.get(name, {})
-        for key in given:
-            if key not in own and key not in extra:
-                raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
+        raw = {} if options is None else options
+        if not isinstance(raw, Mapping):
+            raise ConversionError(f"mixers.{name}={raw!r} is not allowed: use a mapping of option to value")
+        config_options: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
+        conversion_options = CONVERSION_OPTIONS.get(name, {})
+        for key in raw:
+            if key not in config_options and key not in conversion_options:
+                raise ConversionError(
+                    str(unknown(f"mixers.{name}", "option", key, [*config_options, *conversion_options]))
+                )
         if name == "mixture":
-            given = mixture_defaults(given)
-        if name == "differential" and given.get("half_values") in (True, "true"):
-            given = {"norm": False} | dict(given)
+            raw = mixture_defaults(raw)
+        if name == "differential" and raw.get("half_values") in (True, "true"):
+            raw = {"norm": False} | dict(raw)
         try:
             choices[name] = {
-                key: kind.parse(f"mixers.{name}.{key}", given.get(key), len(layouts)) for key, kind in extra.items()
+                key: kind.parse(f"mixers.{name}.{key}", raw.get(key), len(layouts))
+                for key, kind in conversion_options.items()
             }
         except ValueError as error:
             raise ConversionError(str(error)) from None
-        values = {key: _parse(name, key, own[key], given[key], layouts) for key in given if key in own}
+        values = {
+            key: _parse(name, key, config_options[key], raw[key], layouts) for key in raw if key in config_options
+        }
         mixers[name] = DEFAULTS.get(name, {}) | values
     if "mixture" in mixers and choices["mixture"]["method"] == "paper":
         share_half(mixers["mixture"], layouts[0].query_heads)
@@ -205,7 +216,7 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
 
 
 def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
-    """A string as a value of the option's type; other values unchanged."""
+    """Return a string as a value of the option's type, and other values unchanged."""
     if isinstance(kind, Count):
         heads = layouts[0].query_heads if name == "mixture" else layouts[0].key_value_heads
         return _parse_counts(f"mixers.{name}.{key}", value, heads)
@@ -220,7 +231,7 @@ def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
 
 
 def _number(text: Any) -> Any:
-    """A string as an int or a float, if it is one."""
+    """Return a string as an int or a float if it is a number, and other values unchanged."""
     for number in (int, float) if isinstance(text, str) else ():
         with suppress(ValueError):
             return number(text)
@@ -228,7 +239,7 @@ def _number(text: Any) -> Any:
 
 
 def _parse_counts(name: str, value: Any, heads: int) -> Any:
-    """One count or a list of counts; each may be a percentage of `heads`."""
+    """Return a number of heads or a list of them; a percentage is converted to a part of `heads`."""
     if isinstance(value, str) and "+" in value:
         value = value.split("+")
     if isinstance(value, list | tuple):
@@ -242,9 +253,9 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
 
 
 def with_recipe(
-    recipe: Path | None, arguments: Sequence[str], given: Mapping[str, Any]
+    recipe: Path | None, arguments: Sequence[str], command_options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Mechanisms and options of the command line and of a recipe; the command line has precedence.
+    """Return the mechanisms and the options from a recipe and the command line, which has precedence.
 
     Mechanisms on the command line replace all mechanisms of the recipe.
     """
@@ -255,14 +266,14 @@ def with_recipe(
         if name in requested:
             raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
         requested[name] = options
-    chosen = {key: value for key, value in given.items() if value is not None and value is not False}
-    if "cache" in chosen:  # the recipe's `cache` was read as these
+    set_options = {key: value for key, value in command_options.items() if value is not None and value is not False}
+    if "cache" in set_options:  # `cache` in a recipe was converted to both
         content = {key: value for key, value in content.items() if key not in ("layers", "budget")}
-    return requested or mixers, content | chosen
+    return requested or mixers, content | set_options
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mechanisms and options of a recipe; relative paths start at the recipe's folder."""
+    """Return the options and `mixers` of a YAML recipe; relative paths are resolved against the recipe's folder."""
     content = read_yaml(path, f"--recipe {path}", ConversionError)
     if not isinstance(content, dict):
         raise ConversionError(f"--recipe {path} has no options: use `mixers:` and options, one per line")
@@ -270,7 +281,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(mixers, dict):
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
-        if isinstance(place := content.get(key), str) and not is_dataset(place):
-            content[key] = path.parent / expanded(place)
+        if isinstance(value := content.get(key), str) and not is_dataset(value):
+            content[key] = path.parent / expanded(value)
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
-    return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})
+    return options | (
+        {"mixers": {name: mixer_options or {} for name, mixer_options in mixers.items()}} if mixers else {}
+    )

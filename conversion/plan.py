@@ -1,4 +1,4 @@
-"""The plan of a conversion: the target's configuration and the action for every tensor, made before writing."""
+"""Conversion plan: the target's config and one action per tensor, decided before anything is written."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,63 +14,63 @@ from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
 @dataclass(frozen=True)
 class Step:
-    """One tensor of the target."""
+    """A tensor of the target checkpoint and its origin."""
 
     entry: Entry
     action: str
-    """copied (byte for byte), rewritten, or created."""
+    """"copied" (byte for byte), "rewritten" (other values, dtype or shape), or "created" (not in the source)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The target model. The dry run prints it, the writer executes it, and the record and a resumed run follow it."""
+    """The target's config and tensors: reported by a dry run, written by the writer, recorded in conversion.json."""
 
     config: Any
     shards: dict[str, list[Step]]
-    """File name -> its tensors, in order."""
+    """Shard file name -> the tensors of the shard, in order."""
     dropped: dict[str, str]
-    """Name of a source tensor that is not written -> the reason."""
+    """Source tensor that is not written -> reason."""
     rewrites: LayerRewrites
-    """Computes the tensors that are rewritten or created."""
+    """Computes the rewritten and created tensors."""
     decisions: Mapping[str, Any]
-    """For the record: choices that depend on the source's outputs for a text."""
+    """Fields of conversion.json for choices that depend on the source's outputs on the calibration input."""
 
     @property
     def steps(self) -> list[Step]:
-        """The tensors of all shards."""
+        """The steps of all shards, in order."""
         return [step for steps in self.shards.values() for step in steps]
 
     @property
     def size(self) -> int:
-        """Size of all tensors in bytes."""
+        """Total size of the target's tensors in bytes."""
         return sum(step.entry.size for step in self.steps)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of tensors by action."""
+        """Number of tensors per action, including dropped source tensors."""
         actions = [step.action for step in self.steps] + ["dropped"] * len(self.dropped)
         return {action: actions.count(action) for action in ("copied", "rewritten", "created", "dropped")}
 
     @property
     def is_stock(self) -> bool:
-        """Whether the target is a stock model."""
+        """True if the target is a stock model, without mechanisms."""
         return not hasattr(self.config, "mixers")
 
 
 def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) -> dict[str, str]:
-    """Check that a checkpoint contains exactly the tensors `shapes`; returns the tensors to drop and the reasons.
+    """Check that a checkpoint contains exactly the tensors in `shapes`; return the tensors to drop -> reason.
 
-    A `tied` tensor may be there if it equals the other one. Other integer tensors, such as a buffer of position ids,
-    are allowed.
+    A `tied` tensor may be stored if it equals the tensor that it is tied to. Further integer tensors, such as a
+    buffer of position ids, are allowed.
     """
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
     if CROSS_BIAS in store.entries:
         dropped[CROSS_BIAS] = "of cross-attention, which has no position bias"
     for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
         dropped[name] = "a head that the class in config.json does not have"
-    further = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
+    mtp_prefixes = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
     for name in store.entries.keys() - shapes.keys():
-        if further and name.startswith(further):
+        if mtp_prefixes and name.startswith(mtp_prefixes):
             dropped[name] = "of a layer that predicts further tokens, which the class does not have"
     for name, other in tied.items():
         if name in store.entries and other in store.entries and not same_bytes(store, name, other):
@@ -100,11 +100,13 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     return dropped
 
 
-def same_bytes(store: TensorStore, one: str, other: str) -> bool:
-    """Whether two tensors are equal, compared chunk by chunk."""
-    if replace(store.entries[one], name=other) != store.entries[other]:
+def same_bytes(store: TensorStore, first: str, second: str) -> bool:
+    """True if two stored tensors have the same dtype, shape and bytes; compares chunk by chunk."""
+    if replace(store.entries[first], name=second) != store.entries[second]:
         return False
-    return all(bytes(left) == bytes(right) for left, right in zip(store.chunks(one), store.chunks(other), strict=True))
+    return all(
+        bytes(left) == bytes(right) for left, right in zip(store.chunks(first), store.chunks(second), strict=True)
+    )
 
 
 def make_plan(
@@ -116,9 +118,9 @@ def make_plan(
     dtype: str | None = None,
     decisions: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Assign the target's tensors to the source's shards; `shapes` and `config` are the target's.
+    """Return a plan that assigns the target's tensors to the source's shards; `config` and `shapes` are the target's.
 
-    A created tensor follows its layer's output projection. Integer tensors outside the model are copied.
+    A created tensor is stored after its layer's output projection. Integer tensors outside the model are copied.
     """
     created: dict[str, list[str]] = {}
     for name in sorted(shapes.keys() - source.entries.keys()):
@@ -143,7 +145,7 @@ def make_plan(
 
 
 def minimum_size(store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
-    """A lower bound of the target's bytes: without key and value projections."""
+    """Return a lower bound of the target's size in bytes: all tensors except key and value projections."""
     omitted = set(dropped)
     return sum(
         replace(entry, dtype=entry.dtype_in(dtype)).size

@@ -26,38 +26,38 @@ from .writing.writer import write_model
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked conversion, before the source is run or anything is written."""
+    """A validated conversion request; the source has not run and nothing has been written."""
 
     command: str
     source: Source
     source_config: Any
     options: Mapping[str, Any]
-    """The options in the record; together with the source they determine the result."""
+    """Options stored in conversion.json; together with the source they determine the result."""
     minimum_bytes: int
-    """Minimum size of the result."""
+    """Lower bound of the result's size in bytes, for the check of free disk space."""
     cached_bytes: int
-    """Maximum size of the files that are cached until the result is complete."""
+    """Upper bound, in bytes, of temporary files (the calibration) that exist until the result is complete."""
     computes: bool
-    """Whether new values are computed, not only copied, initialised or cast."""
+    """True if tensor values are computed, not only copied, initialised or cast."""
     tolerance: Tolerance | None
-    """Maximum difference from the source; None if the result may differ by any amount."""
+    """Maximum difference between outputs of result and source; None if any difference is allowed."""
     device: str = "cpu"
-    """Where models run."""
+    """Device on which models run."""
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
-        """Run the source on text if the result depends on it, and return the request with the results.
+        """Run the source on the calibration input if the result depends on it; return the request with the results.
 
         Files in the folder `cache` are reused. A dry run skips statistics that the plan does not need.
         """
         return self
 
     def plan(self) -> Plan:
-        """Decide the action for every tensor."""
+        """Return the plan: the target's config and an action for every tensor."""
         raise NotImplementedError
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Equal for two runs that would write the same bytes; as JSON."""
+        """JSON object that is equal for two runs that would write the same bytes; an unfinished run resumes by it."""
         content = {
             "command": self.command,
             "source": self.source.fingerprint,
@@ -72,17 +72,17 @@ class Request:
 def run(
     request: Request, out: Path, *, overwrite: bool, restart: bool, verify: bool, plan_only: bool, progress: Progress
 ) -> dict[str, Any]:
-    """Run all stages and return the record; with `plan_only`, return the plan and write nothing.
+    """Run all stages and return the record; with `plan_only`, return the report of a dry run and write nothing.
 
     The target is prepared in a working directory. The files of an unfinished run of the same request are reused,
     unless `restart` discards them.
     """
     source, out = request.source, expanded(out)
-    for place in source.store.places:
-        check_apart(place, out)
+    for path in source.store.places:
+        check_apart(path, out)
     if plan_only:
         return _dry_run(request, out, overwrite, progress)
-    sample = read_sample(source, None) if verify else None  # now, because a broken tokenizer is an error
+    sample = read_sample(source, None) if verify else None  # before all work: it fails on a broken tokenizer
     with atomic_output(out, request.fingerprint, overwrite, restart) as output:
         if request.command == "fold":
             check_record(out, overwrite)
@@ -95,8 +95,8 @@ def run(
             content["verification"] = verify_folder(
                 source, output.folder, sample, request.tolerance, progress, request.device
             )
-        place = record_file(out, plan.is_stock)
-        write_json(output.folder / RECORD if place.name == RECORD else output.sibling(place.name), content)
+        path = record_file(out, plan.is_stock)
+        write_json(output.folder / RECORD if path.name == RECORD else output.sibling(path.name), content)
         others = output.publish()
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 
@@ -111,7 +111,7 @@ def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -
 
 
 def plan_report(request: Request, plan: Plan) -> dict[str, Any]:
-    """The report of a dry run."""
+    """Return the report of a dry run: the summary, sizes in bytes, and action, dtype and shape of every tensor."""
     entries = {step.entry.name: step.entry for step in plan.steps}
     return summary(request, plan) | {
         "bytes": plan.size,
@@ -125,7 +125,7 @@ def plan_report(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def summary(request: Request, plan: Plan) -> dict[str, Any]:
-    """The fields that the report of a dry run and the record have in common."""
+    """Return the fields that are common to the report of a dry run and the record."""
     return {
         "command": request.command,
         "source": request.source.origin,
@@ -137,7 +137,7 @@ def summary(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def record(request: Request, plan: Plan, digests: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `conversion.json`, without the verification."""
+    """Return the content of `conversion.json`, without the verification."""
     content = summary(request, plan)
     copied = {step.entry.name: digests[step.entry.name] for step in plan.steps if step.action == "copied"}
     return content | {

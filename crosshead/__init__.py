@@ -1,4 +1,4 @@
-"""Attention heads that work together, for models of the Llama, Qwen, BERT and ViT families.
+"""Attention mechanisms across heads, for models of the Llama, Qwen, BERT and ViT families.
 
 Importing crosshead registers its configurations and models with the Auto classes of transformers.
 """
@@ -22,7 +22,7 @@ for _config, _models in FAMILIES.items():
     for _auto_class, _model in zip(_config.auto_classes, _models, strict=True):
         getattr(_transformers, _auto_class).register(_config, _model, exist_ok=True)
 
-# Set in this way, because type checkers export nothing if they see a list that is computed.
+# Assigned through globals(): from a computed `__all__`, type checkers would export nothing.
 globals()["__all__"] = [
     *("FAMILIES", "MECHANISMS", "__version__", "convert", "fold", "verify"),
     *(_name for _name in globals() if _name.startswith("Crosshead")),

@@ -1,4 +1,4 @@
-"""`python -m crosshead`."""
+"""Runs the command line with `python -m crosshead`."""
 
 from crosshead_command.main import main
 

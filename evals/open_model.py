@@ -15,12 +15,12 @@ from crosshead.common.model_places import check_layers, expanded, model_label, p
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""Endings of class names of causal language models that transformers does not list, such as a repository's own."""
+"""Endings of class names of causal language models, for classes that transformers does not list."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model whose weights can be loaded."""
+    """An opened model: config and tokenizer are loaded, the weights can be loaded."""
 
     name: str
     config: Any
@@ -29,7 +29,7 @@ class Opened:
 
     @property
     def label(self) -> str:
-        """A short name."""
+        """Short name of the model."""
         return model_label(self.name)
 
 
@@ -42,7 +42,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
     # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     classes = opened.config.architectures or []
-    if classes and not any(each in known or each.endswith(CAUSAL) for each in classes):
+    if classes and not any(name in known or name.endswith(CAUSAL) for name in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
     return replace(opened, tokenizer=open_tokenizer(opened))
 
@@ -54,14 +54,14 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():
         raise EvalError(f"{name} is not a model directory: config.json is missing")
-    found = str(path) if path.is_dir() else name
-    config = from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    location = str(path) if path.is_dir() else name
+    config = from_pretrained(AutoConfig, location, "configuration", trust_remote_code)
     check_layers(config, name, EvalError)
-    return Opened(found, config, trust_remote_code=trust_remote_code)
+    return Opened(location, config, trust_remote_code=trust_remote_code)
 
 
 def open_tokenizer(opened: Opened) -> Any:
-    """The tokenizer of a model, which must have a vocabulary."""
+    """Load the tokenizer of a model, which must have a vocabulary."""
     tokenizer = from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
     if not tokenizer.encode("a word", add_special_tokens=False):
         raise EvalError(f"{opened.name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
@@ -69,9 +69,9 @@ def open_tokenizer(opened: Opened) -> Any:
 
 
 def check_backbone(opened: Opened) -> None:
-    """`EvalError` if the layers are not those of a backbone that crosshead knows."""
-    ours = [each.model_type for each in BACKBONES]
-    allowed = [*(each.removeprefix("crosshead_") for each in ours), *ours]
+    """Raise `EvalError` if the model does not have a backbone that crosshead supports."""
+    ours = [backbone.model_type for backbone in BACKBONES]
+    allowed = [*(model_type.removeprefix("crosshead_") for model_type in ours), *ours]
     if opened.config.model_type not in allowed:
         raise EvalError(
             f"{opened.name} has model_type={opened.config.model_type!r}, which is not supported: allowed are "
@@ -80,7 +80,7 @@ def check_backbone(opened: Opened) -> None:
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the tokenizer") -> None:
-    """`EvalError` if a token of the tokenizer is not in the model's vocabulary."""
+    """Raise `EvalError` if a token id of the tokenizer is not in the model's vocabulary."""
     if max(tokens, default=0) >= vocabulary:
         raise EvalError(
             f"{tokenizer} returns the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: "
@@ -89,7 +89,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the t
 
 
 def load_model(opened: Opened, auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
-    """The model in its own dtype, and on the accelerators if there are any, unless `options` differ."""
+    """Load the model in its own dtype, on the accelerators if there are any; `options` overrides both."""
     defaults = {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
     loading = {**defaults, "use_safetensors": True, "output_loading_info": True, **options}
     model, report = from_pretrained(auto_class, opened.name, "model", opened.trust_remote_code, **loading)
@@ -100,14 +100,14 @@ def load_model(opened: Opened, auto_class: Any = AutoModelForCausalLM, **options
 
 
 def parameter_count(opened: Opened, auto_class: Any = AutoModelForCausalLM) -> int:
-    """The number of parameters, without loading the weights."""
+    """Return the number of parameters, without loading the weights."""
     with torch.device("meta"):
         model = auto_class.from_config(deepcopy(opened.config), trust_remote_code=opened.trust_remote_code)
     return model.num_parameters()
 
 
 def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
-    """A part of a model, loaded by its Auto class; `EvalError` with one line for any failure."""
+    """Load a part of a model by its Auto class; `EvalError` with one line for any failure."""
     try:
         return auto_class.from_pretrained(**placed(name), trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways

@@ -1,1 +1,1 @@
-"""Model cards made from measured results, one per published model."""
+"""Generates a model card from measured results, one for each published model."""

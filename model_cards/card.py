@@ -26,11 +26,13 @@ README = "README.md"
 LIBRARIES = ("transformers", "diffusers")
 """Allowed values of `library_name`."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
+"""Licence keys of the card metadata."""
 MARK = re.compile(r"\n<!-- made by crosshead; (?P<digest>[0-9a-f]{16}) -->\n\Z")
+"""The comment at the end of a generated card, with the digest of the text before it."""
 
 
 def card_text(facts: Facts) -> str:
-    """The card. A digest at its end shows later whether somebody has edited it."""
+    """The text of the card. It ends with a digest, by which `is_edited` detects manual changes."""
     unknown = next((name for name in facts.mixers if name not in MECHANISMS), None)
     if unknown is not None:
         raise CardError(
@@ -48,7 +50,11 @@ def is_edited(text: str) -> bool:
 
 
 def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
-    """The card, first, and its scores. Licence and base model of an existing card are kept."""
+    """The files to write, path -> content: the card first, then its scores if it has any.
+
+    Licence and base model of an existing card are kept if the facts have none. `CardError` if the existing card was
+    edited by hand, unless `overwrite`.
+    """
     path = folder / README
     before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     if before is not None and not overwrite and is_edited(before):
@@ -62,7 +68,7 @@ def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
 
 
 def check_card(text: str, path: Path) -> ModelCard:
-    """The card as the Hub's client reads it; `CardError` if its metadata is not valid."""
+    """Parse the card with the client of the Hub; `CardError` if its metadata is not valid."""
     try:
         card = ModelCard(text)
         data: Any = card.data
@@ -80,19 +86,19 @@ def check_card(text: str, path: Path) -> ModelCard:
 
 
 def _kept_metadata(facts: Facts, before: str | None) -> dict[str, Any]:
-    """The licence and the base model of the existing card, where the facts have none."""
+    """Licence and base model of the existing card `before`, as fields of `Facts`, if the facts have none."""
     if before is None:
         return {}
     try:
         metadata: Mapping[str, Any] = ModelCard(before, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError):
         return {}
-    kept: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if not facts.licence and "license" in metadata:
-        kept["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
+        fields["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
     if facts.base_model is None and isinstance(metadata.get("base_model"), str):
-        kept["base_model"] = metadata["base_model"]
-    return kept
+        fields["base_model"] = metadata["base_model"]
+    return fields
 
 
 def _digest(text: str) -> str:

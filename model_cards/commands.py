@@ -1,4 +1,4 @@
-"""The commands that reproduce a model, from the options in its records."""
+"""Reconstructs the commands that made a model from the options in its records."""
 
 import re
 import shlex
@@ -11,30 +11,30 @@ import yaml
 from .facts import PARTS
 
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
-"""Options of a conversion with the same value in the record and on the command line."""
+"""Conversion option -> command-line flag, for options with the same value in the record and on the command line."""
 HUB_NAME = re.compile(r"(?:[\w-]+/)?[\w-][\w.-]*")
-"""The names of datasets that the Hub accepts."""
+"""Matches the dataset names that the Hub accepts."""
 CHOSEN = {
     "budget": ("explicit", {"key_heads", "value_heads", "layers", "on"}),
     "active": ("mixture", {"active_heads", "shared_heads", "layers", "shared"}),
 }
-"""Budgets -> the options that they choose of a mechanism; both cannot be given."""
+"""Budget -> the mechanism and those of its options that the budget chooses; `convert` refuses both together."""
 
 
 def convert_command(record: Mapping[str, Any], name: str) -> str:
-    """`crosshead convert` or `crosshead fold` with the recorded options."""
+    """The `crosshead convert` or `crosshead fold` command with the recorded options; `name` is the output folder."""
     source, options = record["source"], record.get("options", {})
     words = ["crosshead", record.get("command", "convert"), source["name"], name]
     if record.get("command") == "fold":
         return shlex.join([*words, *(["--keep-cache"] if options.get("keep_cache") else [])])
-    given = {**options, "revision": source.get("revision")}
+    values = {**options, "revision": source.get("revision")}
     chosen = dict(pair for budget, pair in CHOSEN.items() if options.get(budget) is not None)
     for mechanism, settings in _mixers(options):
-        left = {key: value for key, value in settings.items() if key not in chosen.get(mechanism, ())}
-        words += ["--mixer", _argument(mechanism, left)]
+        remaining = {key: value for key, value in settings.items() if key not in chosen.get(mechanism, ())}
+        words += ["--mixer", _argument(mechanism, remaining)]
     for option, flag in PLAIN.items():
-        if given.get(option) is not None:
-            words += [flag, str(given[option])]
+        if values.get(option) is not None:
+            words += [flag, str(values[option])]
     if options.get("budget") is not None:
         words += ["--layers", "auto", "--budget", str(options["budget"])]
     if options.get("active") is not None:
@@ -48,7 +48,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
 
 
 def _mixers(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each mechanism and its options; of a T5 as in `talking@encoder`, unless all parts have the same."""
+    """Mechanisms with options; for a T5 named as in `talking@encoder`, unless all parts have the same mechanisms."""
     mixers, choices = options.get("mixers", {}), options.get("choices", {})
     if any(part in mixers for part in PARTS):
         parts = [(part, mixers[part], choices.get(part, {})) for part in mixers]
@@ -73,15 +73,15 @@ def _value(value: Any) -> str:
 
 
 def recipe_yaml(recipe: Mapping[str, Any]) -> str:
-    """The recipe as a file for `crosshead train`, without empty values and without directories."""
+    """The recipe as YAML for `crosshead train`, without empty values and without the directories of paths."""
     return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=110).rstrip()
 
 
 def _plain(value: Any, whole: bool = False) -> Any:
-    """Without empty values; those of `config` mean something."""
+    """The value without empty entries and directories; `whole` keeps empty entries, which matter in `config`."""
     if isinstance(value, Mapping):
-        kept = {key: part for key, part in value.items() if whole or (part is not None and part not in ([], ()))}
-        return {key: _plain(part, whole or key == "config") for key, part in kept.items()}
+        entries = {key: part for key, part in value.items() if whole or (part is not None and part not in ([], ()))}
+        return {key: _plain(part, whole or key == "config") for key, part in entries.items()}
     if isinstance(value, list | tuple):
         return [_plain(part, whole) for part in value]
     return relative(value) if isinstance(value, str) else value
@@ -95,5 +95,5 @@ def relative(text: str) -> str:
 def datasets(recipe: Mapping[str, Any]) -> Iterator[str]:
     """The Hub names of the training datasets."""
     for source in recipe.get("data", {}).get("sources", ()):
-        if source.get("kind") == "hub" and HUB_NAME.fullmatch(source["path"]):  # not a folder with a copy
+        if source.get("kind") == "hub" and HUB_NAME.fullmatch(source["path"]):  # a local copy is not a Hub name
             yield source["path"]

@@ -1,4 +1,4 @@
-"""The results of one model in the JSON files of `crosshead eval`."""
+"""Extracts the results of one model from the JSON files of `crosshead eval`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,20 +8,23 @@ from crosshead.common.errors import CardError
 from crosshead.common.model_places import expanded, model_label
 
 EVALUATION = "evaluation.json"
-"""The file in the model's folder with the scores on its card, without paths of a machine."""
+"""File in the model folder with the scores on its card, without paths of this machine."""
 SHARED = ("suite", "limit", "versions", "confidence")
+"""Report keys that are common to all models."""
 OPTIONAL = ("data",)
-"""Only in a report on a user's data."""
+"""Report keys that only an evaluation on the user's own data has."""
 OWN = ("fingerprint", "dtype", "device", "context", "parameters", "scores", "average", "task_versions")
+"""Keys of one model in a report."""
 ROW = {"name", "task", "metric", "filter", "shots", "score", "standard_error", "items", "items_cut"}
+"""Required keys of a score."""
 
 
 def model_results(
     folder: Path, path: Path, report: Mapping[str, Any], fingerprint: str | None = None
 ) -> dict[str, Any]:
-    """The scores of the model in a folder, and its comparison with the first model of the report.
+    """The scores in `report`, read from `path`, of the model in `folder`, and its comparison with the first model.
 
-    The model is found by its fingerprint; in an older report without fingerprints, by its path.
+    The model is identified by its fingerprint or, in an older report without fingerprints, by its path.
     """
     models = report.get("models")
     if not isinstance(models, list) or not all(_is_scored(model) for model in models):
@@ -30,20 +33,24 @@ def model_results(
     if len(matches) != 1:
         raise CardError(f"{path} {_mismatch(models, folder, len(matches))}")
     index, model = matches[0], models[matches[0]]
-    found = {key: report.get(key) for key in SHARED} | {key: report[key] for key in OPTIONAL if key in report}
-    found |= {key: model.get(key) for key in OWN}
-    comparisons = report.get("compared") or ()  # of each later model with the first
+    results = {key: report.get(key) for key in SHARED} | {key: report[key] for key in OPTIONAL if key in report}
+    results |= {key: model.get(key) for key in OWN}
+    comparisons = report.get("compared") or ()  # comparisons of models 1, 2, ... with model 0
     if 0 < index <= len(comparisons):
         first, comparison = models[0], comparisons[index - 1]
         if len(first["scores"]) != len(model["scores"]):
             raise CardError(f"{path} has other scores of {first['model']} than of {folder}: evaluate them again")
-        found["compared"] = {"with": label(first["model"]), "before": first["scores"], "scores": comparison["scores"]}
-    return found
+        results["compared"] = {
+            "with": label(first["model"]),
+            "before": first["scores"],
+            "scores": comparison["scores"],
+        }
+    return results
 
 
 def check_evaluations(folder: Path, path: Path, evaluations: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
-    """`CardError` if the scores in a folder are those of another model."""
-    if any(each.get("fingerprint") not in (None, fingerprint) for each in evaluations):
+    """`CardError` if the fingerprint of saved scores is not that of the model in the folder."""
+    if any(evaluation.get("fingerprint") not in (None, fingerprint) for evaluation in evaluations):
         raise CardError(f"{path} has {_outdated(folder)}, and give its file with --eval")
 
 
@@ -57,11 +64,11 @@ def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
     return expanded(model["model"]).resolve() == folder.resolve()
 
 
-def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, found: int) -> str:
-    """The message if not exactly one of the models is the one in the folder."""
+def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, matches: int) -> str:
+    """The error message if `matches`, the number of models in the report that match the folder, is not 1."""
     names = [model["model"] for model in models]
-    if found:
-        return f"has the scores of {folder} {found} times: evaluate it once"
+    if matches:
+        return f"has the scores of {folder} {matches} times: evaluate it once"
     if any(_lies_in(model, folder) for model in models):
         return f"has {_outdated(folder)}"
     return f"has scores of {', '.join(map(label, names)) or 'no model'}, and none of {folder}: evaluate it first"
@@ -72,7 +79,7 @@ def _outdated(folder: Path) -> str:
 
 
 def label(name: str) -> str:
-    """The short name of a model, also of a folder that is gone."""
+    """The short name of a model, also of a folder that no longer exists."""
     path = expanded(name)
     return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 

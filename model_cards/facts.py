@@ -17,59 +17,65 @@ from .evaluations import EVALUATION, check_evaluations, model_results
 CONFIG, CONVERSION = "config.json", "conversion.json"
 Json = Mapping[str, Any]
 PARTS = ("encoder", "decoder", "cross")
-"""The parts of a T5, each of which has mechanisms of its own."""
+"""The parts of a T5; each part has its own mechanisms."""
 
 
 def mechanisms(config: Json) -> Json:
-    """The mechanisms that a config has anywhere, with the options of the first part that has them."""
-    found: Json = config.get("mixers") or {}
-    if not any(part in found for part in PARTS):
-        return found
-    return {name: options for part in reversed(PARTS) for name, options in found.get(part, {}).items()}
+    """All mechanisms of a config; the options of a T5 mechanism are those of the first part that has it."""
+    mixers: Json = config.get("mixers") or {}
+    if not any(part in mixers for part in PARTS):
+        return mixers
+    return {name: options for part in reversed(PARTS) for name, options in mixers.get(part, {}).items()}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of a card; a field is empty if it was not measured."""
+    """The facts that a card shows; a field is empty if it was not recorded or measured."""
 
     name: str
     """The name of the folder."""
     config: Json
+    """The content of config.json."""
     conversion: Json = field(default_factory=dict)
+    """The record of the conversion, conversion.json."""
     training: Json = field(default_factory=dict)
+    """The record of the training, training.json."""
     evaluations: Sequence[Json] = ()
-    """The results of this model in files of `crosshead eval`."""
+    """The results of this model from files of `crosshead eval`."""
     cost: Json = field(default_factory=dict)
     """The output of `crosshead cost --json`."""
     licence: Mapping[str, str] = field(default_factory=dict)
-    """`license`, `license_name` and `license_link` from the source's card."""
+    """The keys `license`, `license_name` and `license_link` of the source's card."""
     base_model: str | None = None
-    """The source's Hub id."""
+    """Hub id of the source model."""
     files: Sequence[str] = ()
     """The names of the files in the folder."""
     short_run: Json = field(default_factory=dict)
-    """A short run of a recipe: losses on held-out text, and the tokens of training."""
+    """A short training run of a recipe: losses on held-out text, number of tokens and learning rate."""
     plan: Json = field(default_factory=dict)
-    """For a recipe that has not been run: its name and its commands."""
+    """For a page of the zoo: name of the recipe, and the commands that convert and train its model."""
 
     @property
     def mixers(self) -> Json:
-        """The mechanisms with their options, in order."""
+        """The mechanisms of the model, name -> options, in order."""
         return mechanisms(self.config)
 
     @property
     def remote_code(self) -> bool:
-        """True if loading runs code in the folder."""
+        """True if loading the model runs code from its folder."""
         return bool(self.plan) or "auto_map" in self.config
 
 
 def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
-    """The records in a model directory, and its part of evaluations; `CardError` if one is about another model."""
+    """Read the records of a model directory and its results in files of `crosshead eval`.
+
+    `CardError` if the scores are those of another model.
+    """
     if not (folder / CONFIG).is_file():
         raise CardError(f"{folder} is not a model directory: {CONFIG} is missing")
     config = read_json(folder / CONFIG)
-    place = Path(os.path.abspath(folder))
-    next_to_folder = place.with_name(f"{place.name}.{CONVERSION}")
+    absolute = Path(os.path.abspath(folder))
+    next_to_folder = absolute.with_name(f"{absolute.name}.{CONVERSION}")
     saved = folder / EVALUATION
     scores = []
     if evaluations:
@@ -81,7 +87,7 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
     training = _record(folder / TRAINING, "recipe", dict)
     conversion = _record(folder / CONVERSION, "source", dict) or _record(next_to_folder, "source", dict)
     return Facts(
-        name=_name(place, training),
+        name=_name(absolute, training),
         config=config,
         conversion=conversion,
         training=training,
@@ -91,7 +97,7 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; `CardError` if it cannot be read."""
+    """The JSON object in a file; `CardError` if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,15 +110,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """The content of a record, or nothing if there is no file; `key` distinguishes it from another file."""
+    """The content of a record, empty if there is no file; `CardError` unless `key` has a value of type `kind`."""
     content = read_json(path) if path.is_file() else {}
     if content and not isinstance(content.get(key), kind):
         raise CardError(f"{path} is not a record of crosshead: {key!r} is missing")
     return content
 
 
-def _name(place: Path, training: Json) -> str:
-    """The name of the folder, or of the run if the folder is its result."""
+def _name(folder: Path, training: Json) -> str:
+    """The name of the folder; for the folder `model` of a training run, the name of the run."""
     output = PurePath(str(training.get("recipe", {}).get("output", "")))
-    name = output.name if training and place.name == RESULT and output.name else place.name
-    return re.sub(r"[^\w .+@-]", "_", name)  # it stands in commands and in code
+    name = output.name if training and folder.name == RESULT and output.name else folder.name
+    return re.sub(r"[^\w .+@-]", "_", name)  # the card contains it in commands and code

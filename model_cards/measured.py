@@ -1,4 +1,4 @@
-"""The section of a card with the measured results."""
+"""Writes the section of a card with the measured results."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,13 @@ NOTHING = {
     "training": f"Training: {NOT_MEASURED}.",
     "scores": f"Benchmarks: {NOT_MEASURED}.",
 }
+"""Part of the section -> its text if there are no results."""
 ROWS = {
     "loss": ("loss_before", "loss_after"),
     "perplexity": ("perplexity_before", "perplexity_after"),
     "KV cache, bytes per token": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
 }
-"""Verification measures these on the source and on the model."""
+"""Row title -> keys of the verification, measured on the source and on the model."""
 SINGLE = {
     "KL divergence from the source, nats": "kl_divergence",
     "maximum difference of a logit": "greatest_logit_difference",
@@ -25,12 +26,13 @@ SINGLE = {
     "cosine of a token's hidden states": "token_cosine",
     "cosine of the mean hidden states of an input": "embedding_cosine",
 }
-"""Some of them: logits of decoders and of image classifiers, hidden states of encoders."""
+"""Row title -> key of the verification. Decoders and image classifiers have logits, encoders hidden states."""
 CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out data"}
+"""Metric of a training run -> row title."""
 
 
 def results(facts: Facts) -> Iterator[str]:
-    """Paragraphs and tables."""
+    """The paragraphs and tables of the section."""
     yield "## Measured results"
     yield from _conversion(facts)
     yield from _training(facts)
@@ -41,19 +43,23 @@ def results(facts: Facts) -> Iterator[str]:
 
 
 def _conversion(facts: Facts) -> Iterator[str]:
-    """Nothing for a model without a source."""
+    """The comparison with the source; empty for a model that was trained from scratch."""
     if not facts.conversion and not facts.plan.get("convert"):
         return
-    found = facts.conversion.get("verification")
-    if not found:
+    verification = facts.conversion.get("verification")
+    if not verification:
         yield NOTHING["conversion"]
         return
     when = ", after the conversion and before training" if facts.training else ""
-    text = found["sample"]["text"].split(",")[0]
-    inputs = "{images} images" if "images" in found else "{windows} windows of {window_length} tokens"
-    yield f"Comparison with the source{when}, on {inputs.format_map(found)} ({text}):"
-    rows = [(name, *(_shown(found[key]) for key in pair)) for name, pair in ROWS.items() if found.get(pair[0])]
-    rows += [(name, "", _shown(found[key])) for name, key in SINGLE.items() if key in found]
+    text = verification["sample"]["text"].split(",")[0]
+    inputs = "{images} images" if "images" in verification else "{windows} windows of {window_length} tokens"
+    yield f"Comparison with the source{when}, on {inputs.format_map(verification)} ({text}):"
+    rows = [
+        (name, *(_shown(verification[key]) for key in pair))
+        for name, pair in ROWS.items()
+        if verification.get(pair[0])
+    ]
+    rows += [(name, "", _shown(verification[key])) for name, key in SINGLE.items() if key in verification]
     yield table(["", "source", "this model"], rows)
 
 
@@ -129,14 +135,14 @@ def _score(row: Json) -> str:
 
 def _change(row: Json, changes: list[Json]) -> str:
     keys = ("name", "metric", "filter")
-    found = next((each for each in changes if all(each[key] == row[key] for key in keys)), None)
-    if found is None:
+    comparison = next((candidate for candidate in changes if all(candidate[key] == row[key] for key in keys)), None)
+    if comparison is None:
         return ""
-    shown = _difference if found["scale"] == "difference" else change
-    bounds = ", ".join(map(shown, found["interval"] or ()))
-    return f"{shown(found['change'])} {f'[{bounds}] ' if bounds else ''}{found['verdict']}"
+    shown = _difference if comparison["scale"] == "difference" else change
+    bounds = ", ".join(map(shown, comparison["interval"] or ()))
+    return f"{shown(comparison['change'])} {f'[{bounds}] ' if bounds else ''}{comparison['verdict']}"
 
 
 def _difference(value: float) -> str:
-    """The difference of two scores."""
+    """The difference of two scores, with its sign."""
     return f"{value:+.4f}"

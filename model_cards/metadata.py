@@ -1,4 +1,4 @@
-"""The metadata of a card, which the Hub reads: base model, datasets, licence, tags and results."""
+"""Creates the metadata of a card, which the Hub reads: base model, datasets, licence, tags and results."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,14 @@ from .papers import described
 from .tasks import Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
+"""Name and URL of the source of benchmark results."""
 HELD_OUT = ("held-out", "held-out part of the training data")
+"""Type and name of the dataset for the held-out loss."""
 
 
 def card_metadata(facts: Facts) -> ModelCardData:
-    """The metadata as the Hub's client defines it."""
-    found = list(results(facts))
+    """The metadata in the class of the Hub's client."""
+    measured = list(results(facts))
     licence: dict[str, Any] = dict(facts.licence)
     training_data = list(dict.fromkeys(datasets(facts.training.get("recipe", {}))))
     return ModelCardData(
@@ -25,21 +27,21 @@ def card_metadata(facts: Facts) -> ModelCardData:
         library_name=task_of(facts.config).library,
         pipeline_tag=task_of(facts.config).pipeline,
         tags=tags(facts),
-        model_name=facts.name if found else None,
-        eval_results=found or None,
+        model_name=facts.name if measured else None,
+        eval_results=measured or None,
         **licence,
     )
 
 
 def tags(facts: Facts) -> list[str]:
-    """The tags: crosshead, the mechanisms, their papers, and `custom_code` if loading runs code."""
+    """The tags: crosshead, the mechanisms, their papers, and `custom_code` if loading runs code from the folder."""
     known = described(facts.mixers)
     papers = [f"arxiv:{mechanism.arxiv}" for mechanism in known.values() if mechanism.arxiv]
     return ["crosshead", *known, *papers, *(["custom_code"] if facts.remote_code else [])]
 
 
 def results(facts: Facts) -> Iterator[EvalResult]:
-    """The results that were measured on this model."""
+    """The benchmark scores and the held-out loss of this model."""
     task = task_of(facts.config)
     for evaluation in facts.evaluations:
         yield from (_score(row, evaluation, task) for row in evaluation["scores"])
@@ -56,7 +58,7 @@ def results(facts: Facts) -> Iterator[EvalResult]:
 
 
 def _score(row: Json, evaluation: Json, task: Task) -> EvalResult:
-    """Few-shot examples and the limit are arguments, so that results with others are different results."""
+    """One score; few-shot count and item limit are dataset arguments, so the Hub keeps results with others apart."""
     arguments: dict[str, Any] = {} if row["shots"] is None else {"num_few_shot": row["shots"]}
     if evaluation["limit"] is not None:
         arguments["limit"] = evaluation["limit"]

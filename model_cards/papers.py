@@ -1,4 +1,4 @@
-"""The text on a card for each mechanism, and the paper to cite."""
+"""The text about each mechanism on a card, and the paper to cite."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,24 +7,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism as a card describes it."""
+    """The description of a mechanism on a card."""
 
     title: str
     does: str
-    """One sentence."""
+    """Effect of the mechanism, in one sentence."""
     limits: str
+    """Costs and limitations of the mechanism, in one or two sentences."""
     key: str
-    """The BibTeX key of the paper."""
+    """BibTeX key of the paper."""
     paper: str
+    """Title of the paper."""
     authors: str
+    """Authors as BibTeX separates them, by `and`."""
     year: str
     arxiv: str = ""
+    """arXiv id of the paper, without version."""
     url: str = ""
-    """Of a paper that is not on arXiv."""
+    """Address of a paper that is not on arXiv."""
 
     @property
     def citation(self) -> str:
-        """The paper as BibTeX."""
+        """The BibTeX entry of the paper."""
         fields = {"title": self.paper, "author": self.authors, "year": self.year}
         fields |= {"eprint": self.arxiv, "archivePrefix": "arXiv"} if self.arxiv else {"url": self.url}
         lines = [f"  {name} = {{{value}}}," for name, value in fields.items()]
@@ -110,7 +114,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         arxiv="2003.02436",
     ),
 }
-"""By their name in a config's `mixers`."""
+"""Name of a mechanism in `mixers` of a config -> its description."""
 DIFFERENTIAL_2 = Mechanism(
     title="Differential attention, version 2",
     does="Query heads form pairs; the output of the second head, times a factor for each token, is subtracted from "
@@ -125,8 +129,8 @@ DIFFERENTIAL_2 = Mechanism(
 
 
 def described(mixers: Mapping[str, Any]) -> dict[str, Mechanism]:
-    """The texts for the mechanisms of a config, those without one left out."""
-    found = {name: MECHANISMS[name] for name in mixers if name in MECHANISMS}
+    """Name -> description of the mechanisms in `mixers`; mechanisms without a description are left out."""
+    descriptions = {name: MECHANISMS[name] for name in mixers if name in MECHANISMS}
     if mixers.get("differential", {}).get("version") == 2:
-        found["differential"] = DIFFERENTIAL_2
-    return found
+        descriptions["differential"] = DIFFERENTIAL_2
+    return descriptions

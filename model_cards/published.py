@@ -22,49 +22,51 @@ from .tasks import task_of
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 TOKENIZERS = ({"tokenizer.json"}, *({name} for name in SENTENCEPIECE), {"vocab.json", "merges.txt"})
-"""The files of a tokenizer: one of these sets is required."""
+"""Sets of tokenizer files: the folder of a text model needs one complete set."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
-"""The file that is required instead where a model reads images."""
+"""File that a vision model needs instead of a tokenizer."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
-"""Files of tokens, which may look like paths."""
+"""Files that list tokens; a token may look like a path, so paths are not searched for in them."""
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".msgpack"}
-"""Suffixes of files that can run code when they are loaded, or of weights in other formats."""
+"""Suffixes of files that can run code when loaded, or that hold weights in formats other than safetensors."""
 BINARY = {".png", ".jpg", ".jpeg", ".gif", ".webp"}
-"""Images for the card."""
+"""Suffixes of images, which a card may show."""
 PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
-"""The first bytes of pickles, and of torch's archives with pickles."""
+"""First bytes of pickles (protocols 2 to 5), and of the zip archives in which torch stores pickles."""
 CALLS = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "BUILD", "EXT1", "EXT2", "EXT4"}
-"""Codes of pickles that can run code."""
+"""Pickle opcodes that can run code."""
 ROOTS = (
     r"(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes|lustre|gpfs|nfs|beegfs|"
     r"fsx|efs|raid|nvme|ssd|dbfs|content|kaggle)\d*"
 )
-"""First directories of absolute paths on training machines."""
+"""Matches the first directory of an absolute path on a training machine."""
 PATH = re.compile(
     rf"(?<![\w.:/}})\]>~-])(?:file://)?/{ROOTS}/[\w.@-]+|"
     r"(?<![\w/])[A-Za-z]:(?:\\+[\w. -]+\\|/+(?:Users|Windows|Program Files)/)"
 )
+"""Matches an absolute path of Linux, macOS or Windows within a text."""
 WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
-"""A JSON value that is an absolute path."""
+"""Matches a JSON string that is an absolute path as a whole."""
 SECRETS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)$")
-"""Suffixes of environment variables with secrets."""
+"""Matches the end of the name of an environment variable that holds a secret."""
 MINIMUM_SECRET = 12
+"""Minimum characters of a secret to search for; shorter ones would match ordinary text."""
 
 
 @dataclass(frozen=True)
 class Private:
-    """Private data that no file may contain."""
+    """Private data that no published file may contain."""
 
     token: re.Pattern[str]
     """Matches access tokens."""
     secrets: Sequence[str]
-    """Secrets of the user."""
+    """The Hub token of the user, and secrets from environment variables."""
     places: Sequence[str]
-    """Paths of this machine."""
+    """Directories of this machine."""
 
 
 def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
-    """The files to publish and their sizes; `FolderError` if a file is missing or must not be published.
+    """The files to publish, name -> bytes; `FolderError` if a file is missing or must not be published.
 
     `token` matches access tokens.
     """
@@ -86,8 +88,8 @@ def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """The sizes of all files, by their name in the repository."""
-    found = {}
+    """Name in the repository -> bytes, for all files of the folder."""
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) and name != ".gitattributes":
@@ -97,8 +99,8 @@ def _files(folder: Path) -> dict[str, int]:
         if (target := foreign_link(path, folder)) is not None:
             raise FolderError(f"{folder} contains the link {name} to {target}: replace it by the file")
         if path.is_file():
-            found[name] = path.stat().st_size
-    return found
+            sizes[name] = path.stat().st_size
+    return sizes
 
 
 def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str, int]) -> None:
@@ -138,7 +140,7 @@ def _check_names(folder: Path, missing: set[str], unused: set[str]) -> None:
 
 
 def _opened(path: Path) -> tuple[set[str], dict[str, str]]:
-    """The tensor names and the metadata of a shard; the library compares its size with its header."""
+    """The tensor names and the metadata of a shard; safetensors checks that the file size matches the header."""
     try:
         with safe_open(path, "np") as file:
             return set(file.keys()), file.metadata() or {}
@@ -168,28 +170,28 @@ def _check_file(path: Path, name: str, private: Private) -> None:
 
 
 def _is_pickle(raw: bytes) -> bool:
-    """Whether the bytes are a pickle that calls something; protocol 0 is text."""
+    """True for a pickle that can run code. Protocol 0 has no magic bytes, so its opcodes are parsed."""
     if raw.startswith(PICKLED):
         return True
     try:
         names = {code.name for code, _, _ in pickletools.genops(raw)}
-    except Exception:  # any text
+    except Exception:  # not a pickle
         return False
     return not CALLS.isdisjoint(names)
 
 
 def _check_text(path: Path, text: str, private: Private) -> None:
-    """`FolderError` if a text contains private data; the message does not repeat a secret."""
+    """`FolderError` if the text contains private data; the message does not show the secret."""
     if private.token.search(text) or any(secret in text for secret in private.secrets):
         raise FolderError(f"{path} contains an access token: remove it and revoke the token")
-    place = next((place for place in private.places if place in text), None)
-    if place is not None:
-        raise FolderError(f"{path} contains the path {place!r} of this machine: remove it")
+    directory = next((directory for directory in private.places if directory in text), None)
+    if directory is not None:
+        raise FolderError(f"{path} contains the path {directory!r} of this machine: remove it")
 
 
 def _check_paths(path: Path, text: str, is_json: bool) -> None:
-    found = PATH.search(text)
-    value = found[0] if found else None
+    match = PATH.search(text)
+    value = match[0] if match else None
     if value is None and is_json:
         value = next((text for text in _strings(_parsed(path, text)) if WHOLE_PATH.fullmatch(text)), None)
     if value is not None:
@@ -211,12 +213,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _places(folder: Path) -> list[str]:
-    """The directories of the model, of this process and of the user; roots are left out."""
-    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
-    return sorted(str(place) for place in found if len(place.parts) > 2)
+    """The directories of the model, of this process and of the user, at least two levels below the root."""
+    directories = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
+    return sorted(str(directory) for directory in directories if len(directory.parts) > 2)
 
 
 def _secrets() -> list[str]:
-    """The Hub's token, and the secrets in environment variables."""
-    found = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
-    return sorted(secret for secret in found if len(secret) >= MINIMUM_SECRET)
+    """The Hub token of the user, and the secrets in environment variables."""
+    secrets = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
+    return sorted(secret for secret in secrets if len(secret) >= MINIMUM_SECRET)

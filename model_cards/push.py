@@ -1,8 +1,8 @@
 """Uploads a model folder to the Hub.
 
 `upload_folder` makes one commit (several for a very large folder, each with complete files) and skips files that the
-Hub has. Called again after a failure, it continues, because the Hub keeps uploaded files by their hash. The older
-`upload_large_folder` is deprecated and not in version 2 of the client.
+Hub already has. The Hub stores uploaded files by hash, so a second call after a failure continues the upload. The
+older `upload_large_folder` is deprecated and missing in version 2 of the client.
 """
 
 import re
@@ -36,15 +36,15 @@ MODEL_FILES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Names of files in the repository that loaders or `crosshead card` read as parts of the model."""
+"""Matches the names of repository files that loaders or `crosshead card` read as part of the model."""
 WAITS = (2.0, 10.0)
-"""Seconds before each retry if the Hub or the connection failed."""
+"""Seconds before each retry after a failure of the Hub or the connection."""
 _EXPLANATIONS: dict[type[Exception], str] = {
     HFValidationError: "is not a valid Hub id: use one such as organisation/model",
     OfflineModeIsEnabled: "cannot be reached: HF_HUB_OFFLINE is set",
     RepositoryNotFoundError: "cannot be written: log in with `hf auth login` as a user with write access",
 }
-"""The message for each error."""
+"""Error of the Hub's client -> end of the message for the user."""
 Answer = TypeVar("Answer")
 
 
@@ -57,20 +57,19 @@ class Pushed:
     """A model on the Hub."""
 
     address: RepoUrl
-    """The URL of the repository, with its full name."""
+    """URL of the repository; also holds the full repository id."""
     commit: str
-    """The commit with all files of the folder."""
+    """Hash of the commit that has all files of the folder."""
     private: bool
-    """Whether the repository is private; one that exists keeps its visibility."""
+    """True if the repository is private. An existing repository keeps its visibility."""
 
 
 def push(folder: Path, repository: str, private: bool = True) -> Pushed:
-    """Upload all files of the folder.
+    """Upload all files of the folder, and create the repository if it does not exist.
 
-    The repository is created if it does not exist. With `private`, an existing public repository is an error. Model
-    files in the repository that the folder does not have, such as weights, a chat template or an adapter's
-    configuration, are deleted, because loaders would read them; other files stay. The access token is that of the
-    Hub's client.
+    With `private`, an existing public repository is an error. Model files in the repository that the folder lacks,
+    such as weights, a chat template or the configuration of an adapter, are deleted, because loaders would read them;
+    other files stay. Uses the access token that the Hub's client finds.
     """
     api = HfApi()
     try:
@@ -95,7 +94,7 @@ def tag(pushed: Pushed, name: str) -> str | None:
         if taken is None:
             _retry(lambda: api.create_tag(repository, tag=name, revision=commit, exist_ok=True))
         return None if taken in (None, commit) else taken
-    except Exception as error:  # as above
+    except Exception as error:  # as in push()
         raise PushError(f"{repository} {_explained(error)}") from error
 
 
@@ -112,7 +111,7 @@ def _check_on_the_hub(path: Path) -> None:
 
 
 def _upload(api: HfApi, folder: Path, repository: str) -> str:
-    """Upload the folder and delete other model files in the repository; returns the commit."""
+    """Upload the folder and delete other model files in the repository; return the hash of the commit."""
     local = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     remote = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]
     old = [escape(name) for name in remote if name not in local]
@@ -121,11 +120,11 @@ def _upload(api: HfApi, folder: Path, repository: str) -> str:
 
 
 def _retry(call: Callable[[], Answer]) -> Answer:
-    """Call the Hub, and retry after each wait if the error may be temporary; all calls here can be repeated."""
+    """Call the Hub, and retry after temporary errors. Every call in this module is safe to repeat."""
     for wait in WAITS:
         try:
             return call()
-        except Exception as error:  # as above
+        except Exception as error:  # as in push()
             if not _is_temporary(error):
                 raise
             time.sleep(wait)
@@ -133,14 +132,14 @@ def _retry(call: Callable[[], Answer]) -> Answer:
 
 
 def _is_temporary(error: Exception) -> bool:
-    """True if the Hub or the connection failed, not the request."""
+    """True if the error comes from the Hub or the connection, not from the request."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return type(error).__module__.startswith(("httpx", "httpcore", "requests")) or isinstance(error, ConnectionError)
 
 
 def _explained(error: Exception) -> str:
-    """A message without the error's text, which may contain signed URLs."""
+    """The end of the message for an error, without the error's own text, which may contain signed URLs."""
     for kind, explanation in _EXPLANATIONS.items():
         if isinstance(error, kind):
             return explanation

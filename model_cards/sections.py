@@ -1,4 +1,4 @@
-"""Sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
+"""Writes the sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
 
 import json
 import re
@@ -19,9 +19,10 @@ COSTS = {
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }
+"""Key of a cost report -> row title."""
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
 IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("{}", (640, 480))')
-"""In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
+"""For the example: variable of the input, variable and class of its tokenizer or processor, and the raw input."""
 DIFFUSION_EXAMPLE = """import torch
 from diffusers import AutoModel, DDPMScheduler
 
@@ -33,7 +34,7 @@ with torch.no_grad():
     for time in schedule.timesteps:
         output = model(sample, time.expand(1), label).sample
         sample = schedule.step(output, time, sample).prev_sample"""
-"""Draws an image of the first class, or its latent."""
+"""Python code that samples an image of class 0, or the latent of one."""
 
 
 def opening(facts: Facts) -> Iterator[str]:
@@ -42,10 +43,10 @@ def opening(facts: Facts) -> Iterator[str]:
     yield f"# {facts.name}"
     noun = task_of(facts.config).noun
     if facts.mixers:
-        found = described(facts.mixers)
-        names = " and ".join(mechanism.title for mechanism in found.values())
+        descriptions = described(facts.mixers)
+        names = " and ".join(mechanism.title for mechanism in descriptions.values())
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
-        yield "\n".join(f"- `{name}`: {mechanism.does}" for name, mechanism in found.items())
+        yield "\n".join(f"- `{name}`: {mechanism.does}" for name, mechanism in descriptions.items())
     else:
         yield f"A `{kind}` {noun} without mechanisms{_origin(facts)}: it loads as a stock model."
     if facts.plan:
@@ -53,7 +54,7 @@ def opening(facts: Facts) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """A text without the marks that would end a span of code."""
+    """The text without characters that would end a code span in Markdown."""
     return re.sub(r"[`<>\s]+", " ", text)
 
 
@@ -83,23 +84,23 @@ def cost(facts: Facts) -> Iterator[str]:
     if not facts.cost:
         yield f"{NOT_MEASURED.capitalize()}."
         return
-    found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
+    counts, stock, overhead = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
         f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for "
         f"{_inputs(facts)} of {facts.cost['length']:,} tokens:"
     )
     # An encoder has no cache, no prompt, and does not decode.
-    costs = {key: text for key, text in COSTS.items() if found[key] or key == "new_parameters"}
-    if not found["decode_flops"]:
+    costs = {key: text for key, text in COSTS.items() if counts[key] or key == "new_parameters"}
+    if not counts["decode_flops"]:
         costs["prefill_flops"] = "FLOPs per token"
     if facts.mixers:
         rows = [
-            [text, f"{found[key]:,}", f"{stock[key]:,}", change(over[key]) if key in over else ""]
+            [text, f"{counts[key]:,}", f"{stock[key]:,}", change(overhead[key]) if key in overhead else ""]
             for key, text in costs.items()
         ]
         yield table(["", "this model", "without mechanisms", "change"], rows)
     else:
-        yield table(["", "this model"], [[text, f"{found[key]:,}"] for key, text in costs.items()])
+        yield table(["", "this model"], [[text, f"{counts[key]:,}"] for key, text in costs.items()])
 
 
 def _inputs(facts: Facts) -> str:
@@ -108,7 +109,7 @@ def _inputs(facts: Facts) -> str:
 
 
 def provenance(facts: Facts) -> Iterator[str]:
-    """The commands that make the model."""
+    """The commands that make the model, with the recipe of its training."""
     yield "## How it is made" if facts.plan else "## How it was made"
     recipe = facts.training.get("recipe")
     if facts.plan:
@@ -117,7 +118,7 @@ def provenance(facts: Facts) -> Iterator[str]:
         return
     if facts.conversion:
         yield _code("sh", convert_command(facts.conversion, facts.name if not recipe else _continued(recipe)))
-        versions = ", ".join(f"{name} {found}" for name, found in facts.conversion.get("versions", {}).items())
+        versions = ", ".join(f"{name} {version}" for name, version in facts.conversion.get("versions", {}).items())
         yield f"With {versions}. Default options are included; directories are removed from paths."
     if recipe:
         yield _code("sh", "crosshead train recipe.yaml")
@@ -181,7 +182,7 @@ def usage(facts: Facts) -> Iterator[str]:
 
 
 def limits(facts: Facts) -> Iterator[str]:
-    """Limits of the mechanisms and of the measurements, and the licence."""
+    """Limits of the mechanisms and of the measurements, and the section with the licence."""
     yield "## Limits"
     lines = [f"`{name}`: {mechanism.limits}" for name, mechanism in described(facts.mixers).items()]
     if facts.conversion or facts.plan.get("convert"):

@@ -1,4 +1,4 @@
-"""Numbers and tables in Markdown."""
+"""Formats numbers and tables in Markdown."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text without line breaks and column separators."""
+    """The text of one cell: on one line, with column separators escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def figure(value: Any) -> str:
-    """A measured number with about five digits."""
+    """A measured number with about five significant digits, or `not measured` for other values."""
     if not isinstance(value, int | float):
         return NOT_MEASURED
     return (
@@ -45,7 +45,7 @@ def size(number: float) -> str:
 
 
 def volume(number: int) -> str:
-    """Bytes with a binary unit."""
+    """A number of bytes with a binary unit."""
     for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"

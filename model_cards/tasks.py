@@ -1,41 +1,44 @@
-"""What a model is for, by the class that its config names: the Auto class, the Hub's task, and how to call it."""
+"""The task of a model, from the class named in its config: Auto class, pipeline tag of the Hub, and example call."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Attention projections of decoders and vision models."""
 ENCODER_PROJECTIONS = ("query", "key", "value")
+"""Attention projections of BERT and ALBERT."""
 ENCODERS = ("bert", "albert")
-"""The model types with these."""
+"""Model types with ENCODER_PROJECTIONS."""
 T5_PROJECTIONS = ("q", "k", "v", "o")
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-"""The projections of multi-head latent attention (DeepSeek)."""
+"""Projections of multi-head latent attention (DeepSeek)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of model."""
+    """The task of a model, and the texts on its card that depend on the task."""
 
     auto_class: str
     pipeline: str
-    """The Hub's name of the task; its title is the same in words."""
+    """Pipeline tag of the Hub."""
     call: str
-    """Python that shows what a model computes for the input of the example."""
+    """Python statement that prints the result of the model for the example input."""
     projections: tuple[str, ...] = ENCODER_PROJECTIONS
-    """The projections of attention, for adapters."""
+    """Attention projections that adapters change."""
     reads_images: bool = False
     noun: str = "encoder"
-    """What the model is called."""
+    """Noun for the model in the introduction of the card."""
     library: str = "transformers"
+    """`library_name` in the metadata of the card."""
 
     @property
     def title(self) -> str:
-        """The task in words."""
+        """The pipeline tag in words, such as `Text generation`."""
         return self.pipeline.replace("-", " ").capitalize()
 
     @property
     def generates(self) -> bool:
-        """Whether it is a causal language model."""
+        """True for a causal language model."""
         return self.pipeline == "text-generation"
 
 
@@ -77,31 +80,31 @@ TASKS = {
     "Dinov2Model": IMAGE_FEATURES,
     "Model": Task("AutoModel", "feature-extraction", LAST_STATES.format("**tokens")),
 }
-"""The ending of a class's name -> its task; the first that fits counts."""
+"""Ending of a class name -> task; the first ending that matches applies."""
 
 
 def task_of(config: Any) -> Task:
-    """The task of a model by its config.json; without a class there, text generation."""
+    """The task of a model, from its config.json; text generation if no known class is named there."""
     if is_dit(config):
         return DIFFUSION
     architecture = str((config.get("architectures") or [""])[0])
-    found = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+    result = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
     stock = str(config.get("model_type", ENCODERS[0])).removeprefix("crosshead_")
-    if found.projections == ENCODER_PROJECTIONS and stock not in ENCODERS:
-        return replace(found, projections=PROJECTIONS, noun="decoder")
-    return found
+    if result.projections == ENCODER_PROJECTIONS and stock not in ENCODERS:
+        return replace(result, projections=PROJECTIONS, noun="decoder")
+    return result
 
 
 def projections(config: Any) -> tuple[str, ...]:
-    """The projections of attention that adapters can change."""
-    found = task_of(config).projections
+    """The attention projections that adapters can change, as module names."""
+    names = task_of(config).projections
     if "kv_lora_rank" in config:
         return LATENT_PROJECTIONS if config.get("q_lora_rank") else ("q_proj", *LATENT_PROJECTIONS[2:])
-    if found == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
+    if names == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
         return "q", "o"  # full matrices replace keys and values
-    return found
+    return names
 
 
 def is_dit(config: Any) -> bool:
-    """Whether a config.json is that of a diffusion transformer, or a recipe's entry for one."""
+    """True for the config.json of a diffusion transformer, and for the config of one in a recipe."""
     return str(config.get("_class_name", "")).endswith("DiTTransformer2DModel") or config.get("model_type") == "dit"

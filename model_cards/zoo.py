@@ -1,4 +1,4 @@
-"""The zoo: a page for the model of each shipped recipe, and an index, generated from one JSON file."""
+"""Writes the zoo: a page for the model of each shipped recipe, an index, and a JSON file with all entries."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,9 @@ from .tables import NOT_MEASURED, change, figure, size, table
 
 ZOO, INDEX, MEASURED = "zoo.json", "README.md", "measured"
 Entry = Mapping[str, Any]
+"""Recipe, commands, config, cost and results of one model."""
 HEADS = ("model", "mechanism", "backbone", "parameters", "new", "KV bytes per token", "measured")
+"""Column heads of the table of models."""
 ABOUT = """# The zoo
 
 Each row is the model of one recipe in crosshead, sorted by mechanism, backbone and size; `crosshead zoo` prints the
@@ -29,52 +31,52 @@ to `measured/RECIPE/` and run the command again. `crosshead card FOLDER --eval F
 
 
 def read_zoo() -> list[Entry]:
-    """The entries of the last `write_zoo`."""
+    """The entries that `write_zoo` stored in the shipped zoo.json."""
     entries: list[Entry] = read_json(Path(__file__).with_name(ZOO))["models"]
     return entries
 
 
-def measurements(place: Path, recipe: str) -> dict[str, Any]:
-    """The records of a recipe's model, by the field of `Facts`."""
-    folder, found = place / MEASURED / recipe, {}
+def measurements(zoo: Path, recipe: str) -> dict[str, Any]:
+    """The records in `measured` of the zoo of a recipe's model, field of `Facts` -> content."""
+    folder, records = zoo / MEASURED / recipe, {}
     for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", EVALUATION)):
         if (folder / name).is_file():
-            found[field] = read_json(folder / name)
-    if "evaluations" in found:
-        found["evaluations"] = found["evaluations"]["evaluations"]
-    if "conversion" in found:
-        found["conversion"].pop("tensors", None)
-    return found
+            records[field] = read_json(folder / name)
+    if "evaluations" in records:
+        records["evaluations"] = records["evaluations"]["evaluations"]
+    if "conversion" in records:
+        records["conversion"].pop("tensors", None)
+    return records
 
 
-def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
-    """Write all pages and their JSON file; delete pages of recipes that no longer exist.
+def write_zoo(entries: Sequence[Entry], target: Path) -> list[Path]:
+    """Write all pages and the JSON file, delete pages of recipes that no longer exist, and return the paths.
 
-    Files that an earlier call has not written are neither deleted nor replaced.
+    Files that were not written by an earlier call are neither deleted nor replaced.
     """
     pages = zoo_pages(entries)
     earlier = set[str]()
-    if (place / ZOO).is_file():
-        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(place / ZOO)["models"])}
-    if foreign := [name for name in pages if name not in earlier and (place / name).exists()]:
-        raise CardError(f"{place / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
+    if (target / ZOO).is_file():
+        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(target / ZOO)["models"])}
+    if foreign := [name for name in pages if name not in earlier and (target / name).exists()]:
+        raise CardError(f"{target / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
     try:
         for name in sorted(earlier - pages.keys()):
             if ".." not in Path(name).parts and not Path(name).is_absolute():
-                (place / name).unlink(missing_ok=True)
+                (target / name).unlink(missing_ok=True)
         for folder in sorted({str(Path(name).parent) for name in pages}):
-            (place / folder).mkdir(parents=True, exist_ok=True)
+            (target / folder).mkdir(parents=True, exist_ok=True)
         for name, text in pages.items():
-            partial = place / f"{name}.partial"
+            partial = target / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
-            partial.replace(place / name)
+            partial.replace(target / name)
     except OSError as error:
         raise CardError(f"{error.filename} cannot be written: {error.strerror}") from error
-    return [place / name for name in pages]
+    return [target / name for name in pages]
 
 
 def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:
-    """The files of the zoo by name."""
+    """File name -> content, for all files of the zoo."""
     pages = {f"{entry['recipe']}.md": card_text(_facts(entry)) for entry in entries}
     pages[INDEX] = "\n\n".join([ABOUT, *_sections(entries), HOW]) + "\n"
     return pages | {ZOO: json.dumps({"models": list(entries)}, indent=1, ensure_ascii=False) + "\n"}
@@ -95,7 +97,7 @@ def _facts(entry: Entry) -> Facts:
 
 
 def _sections(entries: Sequence[Entry]) -> Iterator[str]:
-    """A table for each mechanism."""
+    """A heading and a table for each combination of mechanisms."""
     for names in dict.fromkeys(mechanisms_of(entry) for entry in entries):
         rows = [row(entry) for entry in entries if mechanisms_of(entry) == names]
         titles = [MECHANISMS[name].title for name in names.split("+") if name in MECHANISMS]
@@ -105,7 +107,7 @@ def _sections(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def mechanisms_of(entry: Entry) -> str:
-    """The names of the mechanisms, or none."""
+    """The names of the mechanisms, joined by `+`; `none` for a model without mechanisms."""
     return "+".join(mechanisms(entry["config"])) or "none"
 
 
@@ -120,17 +122,17 @@ def row(entry: Entry) -> list[str]:
     return [entry["recipe"], mechanisms_of(entry), backbone, *parameters, cached, _measured(entry["measured"])]
 
 
-def _measured(found: Mapping[str, Any]) -> str:
-    """The results in one cell."""
+def _measured(measured: Mapping[str, Any]) -> str:
+    """All results as the text of one cell."""
     results = [
         f"{score['name']} {score['metric']} {figure(score['score'])}"
-        for evaluation in found.get("evaluations", ())
+        for evaluation in measured.get("evaluations", ())
         for score in evaluation["scores"]
     ]
-    loss = found.get("training", {}).get("metrics", {}).get("eval_loss")
+    loss = measured.get("training", {}).get("metrics", {}).get("eval_loss")
     if loss is not None:
         results.insert(0, f"held-out loss {figure(loss)}")
-    short = found.get("short_run")
+    short = measured.get("short_run")
     if short is not None:
         results.append(f"held-out loss {figure(short['after'])} after {short['tokens']:,} tokens")
     return ", ".join(results) or NOT_MEASURED

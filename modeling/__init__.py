@@ -1,4 +1,4 @@
-"""The mechanisms, configurations and model classes."""
+"""Mechanisms, configurations and model classes."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ def _models(config: Any) -> tuple[type, ...]:
 
 
 BACKBONES: dict[type[MixersConfig], tuple[type, ...]] = {
-    config: _models(config) for config in (each for name, each in vars(backbones).items() if name.endswith("Config"))
+    config: _models(config) for config in (item for name, item in vars(backbones).items() if name.endswith("Config"))
 }
-"""Each configuration -> its backbone, its language model, and the other task heads of its `auto_classes`."""
+"""Configuration class -> its model classes, in the order of its `auto_classes`: the backbone, then task heads."""
 
 __all__ = ["BACKBONES", "MECHANISMS"]

@@ -1,4 +1,4 @@
-"""The attention forward of all backbones: transformers' own, with the hooks of the mechanisms in between."""
+"""The attention forward that all backbones share: transformers' own, with calls to the mechanisms' hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward, split_
 
 
 class HeadScale(HeadRMSNorm):
-    """The norm on keys without its division: `explicit` divides by the RMS of the combined keys."""
+    """The weight of a key norm, without the division: `explicit` divides by the RMS of the combined keys instead."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`weight * x`."""
+        """Return `weight * x`."""
         return self.weight * x
 
 
 class CrossheadAttention(nn.Module):
-    """Turns a stock attention class into one with mechanisms; each backbone combines the two."""
+    """Mixin that adds mechanisms to attention; each backbone inherits from it and from the stock attention class."""
 
     config: Any
     layer_idx: int
@@ -56,16 +56,16 @@ class CrossheadAttention(nn.Module):
         if layout.key_norm_eps is not None:
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
             self.k_norm = (HeadScale if layout.combines_keys else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
-        # Names and not modules: wrappers such as peft's replace the modules.
+        # Names, not modules: wrappers such as peft's replace the modules.
         self.mapping_order = sorted(settings, key=lambda name: MECHANISMS[name].maps_last)
         self.output_order = sorted(settings, key=lambda name: not MECHANISMS[name].rules.replaces_attention)
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
         self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
-    def _resize(self, stock: Any, inputs: int, outputs: int, wanted: bool = True) -> None:
-        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features, True) != (inputs, outputs, wanted):
+    def _resize(self, stock: Any, inputs: int, outputs: int, linear: bool = True) -> None:
+        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features, True) != (inputs, outputs, linear):
             name = next(name for name, module in self.named_children() if module is stock)
-            setattr(self, name, nn.Linear(inputs, outputs, stock.bias is not None) if wanted else nn.Identity())
+            setattr(self, name, nn.Linear(inputs, outputs, stock.bias is not None) if linear else nn.Identity())
 
     def forward(
         self,
@@ -77,9 +77,9 @@ class CrossheadAttention(nn.Module):
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them.
+        """Return attention outputs (B, T, hidden), and attention weights, None if the implementation has none.
 
-        Keys and values come from `key_value_states` if given; `position_bias` (B or 1, H, T, S) is added to logits.
+        Keys and values come from `key_value_states` if given. `position_bias` (B or 1, H, T, S) is added to logits.
         """
         input_shape = hidden_states.shape[:-1]
         source = hidden_states if key_value_states is None else key_value_states
@@ -94,7 +94,7 @@ class CrossheadAttention(nn.Module):
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
             state.query, state.key = self.rotate(state.query, state.key, *position_embeddings)
-        cache, paged = kwargs.pop(CACHE, past_key_values), "write_index" in kwargs  # paged: continuous batching
+        cache, paged = kwargs.pop(CACHE, past_key_values), "write_index" in kwargs  # paged: in continuous batching
         if cache is not None and not paged:
             update_cache(state, cache, self.layer_idx, self.wide_cache)
         masked = attention_mask is not None or position_bias is not None
@@ -103,7 +103,7 @@ class CrossheadAttention(nn.Module):
             attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
             self.mixers[name].after_cache(state)
-        if cache is not None and paged:  # it has room for whole heads
+        if cache is not None and paged:  # it stores combined heads
             state.key, state.value = cache.update(state.key, state.value, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -127,7 +127,7 @@ class CrossheadAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
-        """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""
+        """Return the function of the first mechanism that chooses one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
         for name in self.output_order:
             state.function = self.mixers[name].attention_function(state, implementation, masked)

@@ -1,8 +1,8 @@
-"""Attention functions of our own, registered with transformers under names that start with "crosshead_".
+"""Registration of attention functions with transformers, under names that start with "crosshead_".
 
-A layer chooses one by its mechanisms; `attn_implementation` accepts the names, too. Each function gets its further
-tensors as keyword arguments, and without them it is the stock "sdpa": the layers of a model may differ. crosshead's
-faster functions take the place of those here when it is imported.
+The mechanisms of a layer choose a function; its name is also a valid `attn_implementation`. Each function takes the
+tensors of its mechanism as keyword arguments and equals the stock "sdpa" without them, since other layers of the same
+model may lack the mechanism. Importing crosshead replaces some of these functions by faster ones.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 PREFIX = "crosshead_"
 ENGINES = ("vllm", "vllm_mla", "sglang")
-"""Implementations of serving engines: they have a cache of their own, which one call per layer updates."""
+"""`attn_implementation` of serving engines, whose own cache is updated by exactly one attention call per layer."""
 
 
 def register_backend(name: str, function: Callable[..., Any]) -> None:
-    """Register a function unless its name is taken, with the masks of "eager" (names in "_eager") or of "sdpa"."""
+    """Register a function unless its name is taken. Names in "_eager" get the masks of "eager", others of "sdpa"."""
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, eager_mask if name.endswith("_eager") else sdpa_mask)
 
 
 def is_plain_sdpa(implementation: str | None) -> bool:
-    """Whether an `attn_implementation` is transformers' own "sdpa", or one of ours, which stand for it."""
+    """Whether the implementation is transformers' own "sdpa", not an override, or a "crosshead_" replacement of it."""
     if implementation == "sdpa":
         return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
     return implementation is not None and implementation.startswith(PREFIX)

@@ -1,11 +1,11 @@
-"""Writes the code of a published model: two readable files that need torch and transformers alone.
+"""Writes the code of a saved model: two readable files that import only torch, transformers and the standard library.
 
-A model of diffusers (`dit.py`) gets one file, which needs diffusers as well.
+A model of diffusers (`dit.py`) gets one file, which imports diffusers as well.
 
-`configuration_crosshead.py` and `modeling_crosshead.py` hold the definitions of this package that one configuration
-needs: the core, its mechanisms and its backbone, in the order of the package's modules, as they stand there. The files
-are generated from the source: a definition is included when an included one uses its name. What is marked
-`package_only` is left out.
+`configuration_crosshead.py` and `modeling_crosshead.py` contain the definitions of this package that one configuration
+needs: the core, its mechanisms and its backbone. Their text is copied from the source, in the order in which modules
+import each other. A definition is included if an included definition uses its name, and left out if it is marked
+`package_only`.
 """
 
 import ast
@@ -24,68 +24,73 @@ from .mechanisms.base import Mechanism, Rules
 PACKAGE = Path(__file__).parent
 CONFIGURATION, MODELING = "configuration_crosshead", "modeling_crosshead"
 TABLES = ("MECHANISMS", "RULES")
-"""Tables of mechanisms, written for the mechanisms of the configuration alone."""
+"""Tables in mechanisms/__init__.py, reduced to the mechanisms of the configuration."""
 MARK = "package_only"
+"""Name of the decorator of definitions that are left out."""
 WIDTH = 119
+"""Maximum line length of the written files, as in the package."""
 
 
 class BundleError(Exception):
-    """The modules cannot be joined: a mistake in the package, not in a model."""
+    """Definitions of different modules clash in one file: a bug in the package, not in a model."""
 
 
 @dataclass
 class Definition:
-    """A statement at the top of a module."""
+    """A top-level statement of a module, with the comments above it and the string below it."""
 
     module: str
     text: str
     names: frozenset[str]
-    """The names that it defines; none for a call such as a registration."""
+    """Names that the statement defines; empty for a call such as a registration."""
     uses: frozenset[str]
+    """Names that the statement reads."""
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a function, a class or a condition, which blank lines go around."""
+        """Whether the statement is a function, class or condition, which needs two blank lines around it."""
         return self.text.lstrip("#").startswith(("def ", "class ", "@", "if "))
 
 
 @dataclass
 class Module:
-    """A module of the package, taken apart."""
+    """A parsed module of the package."""
 
     name: str
-    """As a path: "mechanisms/knocking"."""
+    """Path relative to the package, without suffix: "mechanisms/knocking"."""
     doc: str
     definitions: list[Definition] = field(default_factory=list)
-    ours: dict[str, str] = field(default_factory=dict)
-    """Imported name -> the module of ours that has it."""
-    others: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Imported name -> the library's module, and the name there; empty for the module itself."""
+    package_imports: dict[str, str] = field(default_factory=dict)
+    """Name imported from this package -> the module that it is imported from."""
+    library_imports: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name imported from a library -> (library module, name there); the name is empty for the module itself."""
 
 
 def write_code(config: Any, directory: str | os.PathLike[str]) -> None:
-    """Write the two files that a configuration needs into a directory."""
+    """Write the two code files that a configuration needs into a directory."""
     os.makedirs(directory, exist_ok=True)
     for name, text in code_files(config).items():
         (Path(directory) / name).write_text(text, encoding="utf-8")
 
 
 def code_files(config: Any) -> dict[str, str]:
-    """File name -> text of the code that a configuration needs."""
-    own = next(each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones."))
-    backbone = own.__module__.rsplit(".", 1)[1]
+    """Return file name -> text of the two code files that a configuration needs."""
+    config_class = next(
+        each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones.")
+    )
+    backbone = config_class.__module__.rsplit(".", 1)[1]
     prefix, mechanisms = str(config.class_prefix), tuple(config.mechanisms())
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
-    first = bundle.closure([bundle.config_class], calling=False)
+    config_definitions = bundle.closure([bundle.config_class], calling=False)
     models = [f"{prefix}{ending}" for ending in config.auto_classes.values()]
-    rest = [each for each in bundle.closure(models) if each not in first]
+    model_definitions = [each for each in bundle.closure(models) if each not in config_definitions]
     contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
-    of_models = bundle.text(rest, contents, imported=first)
-    return {f"{CONFIGURATION}.py": bundle.text(first, contents), f"{MODELING}.py": of_models}
+    modeling_text = bundle.text(model_definitions, contents, imported=config_definitions)
+    return {f"{CONFIGURATION}.py": bundle.text(config_definitions, contents), f"{MODELING}.py": modeling_text}
 
 
 class Bundle:
-    """The modules that a backbone and some mechanisms need."""
+    """The modules that a backbone and its mechanisms import, and the text of files made from their definitions."""
 
     def __init__(self, root: str, config_class: str, mechanisms: tuple[str, ...]) -> None:
         self.root, self.config_class = root, config_class
@@ -95,73 +100,78 @@ class Bundle:
         self._read(root)
 
     def _read(self, name: str) -> None:
-        """Read a module after those that it imports, which is the order of the bundle."""
+        """Read a module after the modules that it imports, which gives the order of definitions in the files."""
         module = read_module(name)
         if name == "mechanisms/__init__":
             chosen = [MECHANISMS[each] for each in self.mechanisms]
             kinds = [Mechanism, Rules, *chosen, *(each.rules for each in chosen)]
             module.definitions = [_table(table, self.mechanisms) for table in TABLES]
-            module.ours = {kind.__name__: _module_of(kind) for kind in kinds}
-        for imported in module.ours.values():
+            module.package_imports = {kind.__name__: _module_of(kind) for kind in kinds}
+        for imported in module.package_imports.values():
             if imported not in self.modules and imported != name:
                 self._read(imported)
         self.modules.setdefault(name, module)
 
     def closure(self, roots: Iterable[str], calling: bool = True) -> list[Definition]:
-        """The definitions that the root names need, in order, with the registrations of their modules if wanted."""
-        found: list[Definition] = []
-        waiting = [(self.root, name) for name in roots]
-        while waiting:
-            module, name = waiting.pop()
+        """Return the definitions that the root names need, in order; `calling` adds their modules' registrations."""
+        included: list[Definition] = []
+        pending = [(self.root, name) for name in roots]
+        while pending:
+            module, name = pending.pop()
             definition = self._find(module, name)
-            if definition is None or definition in found:
+            if definition is None or definition in included:
                 continue
             calls = [each for each in self.modules[definition.module].definitions if not each.names and calling]
-            new = [each for each in (definition, *calls) if each not in found]
-            found += new
-            waiting += [(each.module, used) for each in new for used in each.uses]
-        return [each for module in self.modules.values() for each in module.definitions if each in found]
+            new = [each for each in (definition, *calls) if each not in included]
+            included += new
+            pending += [(each.module, used) for each in new for used in each.uses]
+        return [each for module in self.modules.values() for each in module.definitions if each in included]
 
     def _find(self, module: str, name: str) -> Definition | None:
-        """Where a name of a module is defined; None for one of a library or of Python."""
-        while name in self.modules[module].ours:
-            module = self.modules[module].ours[name]
+        """Return the definition of a name used in a module; None for a name of a library or of Python."""
+        while name in self.modules[module].package_imports:
+            module = self.modules[module].package_imports[name]
         return next((each for each in self.modules[module].definitions if name in each.names), None)
 
     def text(self, definitions: list[Definition], contents: str, imported: list[Definition] | None = None) -> str:
-        """A file of definitions; those of the other file that it uses are imported."""
+        """Return the text of a file with `definitions`, which imports the definitions that the other file has."""
         header = (
             f'"""crosshead {version("crosshead")}: {contents}.\n\n'
-            "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
-            'needs, to load without crosshead.\n"""\n\n'
+            "Generated from the source of crosshead (Apache-2.0) when this model was saved. It contains only the\n"
+            'code that this model needs to load without crosshead.\n"""\n\n'
         )
-        text, told = header + self._imports(definitions, imported) + "\n", set[str]()
-        for before, each in zip([None, *definitions], definitions, strict=False):
-            plain = before is not None and not before.is_block and not each.is_block
-            text += "" if plain else "\n\n" if before or each.is_block else "\n"
-            if imported and each.module in self.documented - told:
-                doc = indent(self.modules[each.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
-                text += ("\n\n" if plain else "") + doc + "\n"
-                told.add(each.module)
-            text += each.text + "\n"
+        text, printed = header + self._imports(definitions, imported) + "\n", set[str]()
+        for previous, definition in zip([None, *definitions], definitions, strict=False):
+            adjacent = previous is not None and not previous.is_block and not definition.is_block
+            text += "" if adjacent else "\n\n" if previous or definition.is_block else "\n"
+            if imported and definition.module in self.documented - printed:
+                doc = indent(self.modules[definition.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
+                text += ("\n\n" if adjacent else "") + doc + "\n"
+                printed.add(definition.module)
+            text += definition.text + "\n"
         return text
 
     def _imports(self, definitions: list[Definition], imported: list[Definition] | None) -> str:
-        bound: dict[str, tuple[str, str]] = {}
-        known = {name: each.module for each in imported or [] for name in each.names}
-        for each in definitions:
-            for name in each.names:
-                if known.setdefault(name, each.module) != each.module:
-                    raise BundleError(f"{name} is defined in {known[name]} and in {each.module}")
-            for name in each.uses & self.modules[each.module].others.keys():
-                source = self.modules[each.module].others[name]
-                if bound.setdefault(name, source) != source or name in known:
-                    raise BundleError(f"{name} of {source[0]} in {each.module} has another meaning elsewhere")
-        modules = {module for module, _ in bound.values()}
+        imports: dict[str, tuple[str, str]] = {}
+        defined = {name: definition.module for definition in imported or [] for name in definition.names}
+        for definition in definitions:
+            for name in definition.names:
+                if defined.setdefault(name, definition.module) != definition.module:
+                    raise BundleError(f"{name} is defined in {defined[name]} and in {definition.module}")
+            for name in definition.uses & self.modules[definition.module].library_imports.keys():
+                source = self.modules[definition.module].library_imports[name]
+                if imports.setdefault(name, source) != source or name in defined:
+                    raise BundleError(f"{name} of {source[0]} in {definition.module} has another meaning elsewhere")
+        modules = {module for module, _ in imports.values()}
         libraries = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-        blocks = [_import_lines(bound, modules - libraries), _import_lines(bound, libraries)]
+        blocks = [_import_lines(imports, modules - libraries), _import_lines(imports, libraries)]
         if imported is not None:
-            used = {name for each in definitions for name in each.uses if self._find(each.module, name) in imported}
+            used = {
+                name
+                for definition in definitions
+                for name in definition.uses
+                if self._find(definition.module, name) in imported
+            }
             blocks.append([_import_from(f".{CONFIGURATION}", used | {self.config_class})])
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -171,7 +181,7 @@ def _module_of(kind: type) -> str:
 
 
 def _table(name: str, mechanisms: tuple[str, ...]) -> Definition:
-    """The table of mechanisms, or of their rules, with the chosen ones alone."""
+    """Return the definition of MECHANISMS or of RULES, with the given mechanisms only."""
     kinds = {each: MECHANISMS[each] if name == "MECHANISMS" else MECHANISMS[each].rules for each in mechanisms}
     base = "Mechanism" if name == "MECHANISMS" else "Rules"
     rows = "".join(f'    "{each}": {kind.__name__},\n' for each, kind in kinds.items())
@@ -181,19 +191,21 @@ def _table(name: str, mechanisms: tuple[str, ...]) -> Definition:
 
 
 def read_module(name: str) -> Module:
-    """Take a module of the package apart."""
+    """Parse a module of the package."""
     source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
     module = Module(name, ast.get_docstring(tree) or "")
     lines = source.splitlines()
     for node in tree.body[1:] if module.doc else tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
-            module.ours |= {alias.name: _resolve(name, node.level, node.module or "") for alias in node.names}
+            module.package_imports |= {
+                alias.name: _resolve(name, node.level, node.module or "") for alias in node.names
+            }
         elif isinstance(node, ast.ImportFrom):
-            module.others |= {each.name: (str(node.module), each.name) for each in node.names}
+            module.library_imports |= {alias.name: (str(node.module), alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
-            module.others |= {each.asname or each.name: (each.name, "") for each in node.names}
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # describes the constant before it
+            module.library_imports |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the doc of the constant before it
             module.definitions[-1].text += "\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno])
         else:
             module.definitions.append(_definition(name, node, lines))
@@ -206,7 +218,7 @@ def _resolve(name: str, level: int, target: str) -> str:
 
 
 def _is_marked(node: ast.AST) -> bool:
-    """Whether a definition is `package_only`."""
+    """Whether a definition is decorated with `package_only`."""
     return any(isinstance(each, ast.Name) and each.id == MARK for each in getattr(node, "decorator_list", ()))
 
 
@@ -220,13 +232,13 @@ def _definition(module: str, node: ast.stmt, lines: list[str]) -> Definition:
         first = min(part.lineno for part in each.decorator_list) - 1
         lines[first : each.end_lineno] = [""] * (each.end_lineno - first)
     text = "\n".join(_single_blanks(lines[start : node.end_lineno])).rstrip()
-    left_out = {id(part) for each in marked for part in ast.walk(each)}
-    uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in left_out}
+    excluded = {id(part) for each in marked for part in ast.walk(each)}
+    uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in excluded}
     return Definition(module, text, frozenset(_own_names(node)), frozenset(uses - _own_names(node)))
 
 
 def _own_names(node: ast.stmt) -> set[str]:
-    """The names that a statement defines."""
+    """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.If):
@@ -241,11 +253,11 @@ def _single_blanks(lines: list[str]) -> Iterator[str]:
             yield line
 
 
-def _import_lines(bound: dict[str, tuple[str, str]], modules: set[str]) -> list[str]:
-    """Whole modules first, then names of modules."""
-    whole = [(name, module) for name, (module, original) in bound.items() if module in modules and not original]
+def _import_lines(imports: dict[str, tuple[str, str]], modules: set[str]) -> list[str]:
+    """Return import lines: whole modules first, then names from modules."""
+    whole = [(name, module) for name, (module, original) in imports.items() if module in modules and not original]
     lines = sorted(f"import {module}" + (f" as {name}" if name != module else "") for name, module in whole)
-    parts = {module: [name for name, source in bound.items() if source == (module, name)] for module in modules}
+    parts = {module: [name for name, source in imports.items() if source == (module, name)] for module in modules}
     return lines + [_import_from(module, names) for module, names in sorted(parts.items()) if names]
 
 

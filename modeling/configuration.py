@@ -1,6 +1,6 @@
-"""Configurations: a stock backbone's own plus `mixers`, an ordered mapping of mechanism to options.
+"""Configurations: the fields of a stock backbone plus `mixers`, an ordered mapping of mechanism to options.
 
-`mixers` is checked and completed as a whole when a configuration is made, then read layer by layer.
+`mixers` is checked and completed with defaults when a configuration is made, then read layer by layer.
 """
 
 import json
@@ -17,13 +17,13 @@ from .options import Layers, refuse, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig as ConfigBase
-else:  # a plain class: as a configuration of its own it would override the stock fields' defaults
+else:  # a plain class: a subclass of PreTrainedConfig would override the defaults of the stock fields
     ConfigBase = object
 LAYERS = "layers"
 
 
 def complete_mixers(mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
-    """The mapping with every default filled in, in its order; `ValueError` where it cannot work with the layers."""
+    """Return `mixers` with every default filled in, order kept; raise `ValueError` if a layer cannot have them."""
     if not isinstance(mixers, Mapping):
         raise refuse("mixers", mixers, "use a mapping of mechanism to options")
     complete = {name: _complete(name, options, layouts) for name, options in mixers.items()}
@@ -43,7 +43,7 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
     for option in options:
         if option not in known:
             raise unknown(f"mixers.{name}", "option", option, list(known))
-    # Options that were not given and have no default of their own stay out.
+    # Options that are absent and have no default are left out.
     parsed = {
         option: value
         for option, kind in known.items()
@@ -53,7 +53,7 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
 
 
 def layer_settings(mixers: Mapping[str, Settings], layer: int) -> dict[str, Settings]:
-    """The complete options of the mechanisms that work in one layer, counts resolved, in the order of the config."""
+    """Return the mechanisms of one layer with complete options, per-layer counts resolved, in the config's order."""
     return {
         name: {
             option: RULES[name].options[option].at(value, layer)
@@ -66,7 +66,7 @@ def layer_settings(mixers: Mapping[str, Settings], layer: int) -> dict[str, Sett
 
 
 def shared_layout(settings: Mapping[str, Settings], layout: HeadLayout) -> HeadLayout:
-    """The layout as the mechanisms of one layer see it."""
+    """Return the layout that all mechanisms of one layer read: unset sizes filled in, changed by each mechanism."""
     value_dim = layout.value_dim or layout.head_dim
     layout = replace(
         layout,
@@ -82,7 +82,7 @@ def shared_layout(settings: Mapping[str, Settings], layout: HeadLayout) -> HeadL
 
 
 def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
-    """`ValueError` where a mechanism cannot work in this layer, alone or together with the others."""
+    """Raise `ValueError` if a mechanism cannot work in this layer, alone or together with the others."""
     layout = shared_layout(settings, layout)
     if settings and layout.query_heads % max(layout.key_value_heads, 1) != 0:
         reason = f"mixers need a multiple of num_key_value_heads={layout.key_value_heads}"
@@ -99,45 +99,45 @@ def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
 
 
 class MixersConfig(ConfigBase):
-    """The part that all our configurations share."""
+    """Base class of all crosshead configurations: adds `mixers` to a stock configuration."""
 
-    class_prefix = ""  # the start of the names of the backbone's classes; a user's subclass keeps it
+    class_prefix = ""  # prefix of the backbone's class names; a user's subclass keeps it
     has_key_norm = False
     auto_classes = {
         "AutoModel": "Model",
         "AutoModelForCausalLM": "ForCausalLM",
         "AutoModelForSequenceClassification": "ForSequenceClassification",
     }
-    """The Auto classes that a published folder serves -> the ending of our class's name."""
+    """Auto class -> suffix of the class that it loads, after `class_prefix`."""
     keys_to_ignore_at_inference = ["past_key_values", "cache", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Complete `mixers`, name the code that loads the model, and drop a stock `model_type`, which misleads."""
+        """Complete and check `mixers`, set `auto_map` and drop the `model_type` of a stock config."""
         self._check_family(kwargs.get("model_type"))
-        own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
-        super().__post_init__(**own)
+        fields = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
+        super().__post_init__(**fields)
         self.auto_map = self.code_map()
-        self.validate()  # the stock checks, which the library runs for the stock class only
+        self.validate()  # the stock checks, which transformers runs for the stock class only
         self.check_mixers()
 
     def _check_family(self, model_type: str | None) -> None:
         allowed = (type(self).model_type.removeprefix("crosshead_"), type(self).model_type)
         if model_type not in (None, *allowed, f"crosshead_{allowed[0]}"):
-            words = " or ".join(map(repr, dict.fromkeys(allowed)))
-            raise refuse("model_type", model_type, f"{type(self).__name__} takes {words}")
+            names = " or ".join(map(repr, dict.fromkeys(allowed)))
+            raise refuse("model_type", model_type, f"{type(self).__name__} takes {names}")
 
     def code_map(self) -> dict[str, str]:
-        """Auto class -> class in the code beside config.json: all in one file, so that loading imports it once."""
+        """Return `auto_map`: Auto class -> class, all in one code file, so that loading a model imports it once."""
         names = {"AutoConfig": "Config"} | self.auto_classes
         return {auto: f"modeling_crosshead.{self.class_prefix}{ending}" for auto, ending in names.items()}
 
     def check_mixers(self) -> None:
-        """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
+        """Replace `mixers` by its complete form; raise `ValueError` if it does not fit the model."""
         self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts())
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
-        """The shape of one layer."""
+        """Return the head counts, head sizes and norms of one attention layer."""
         return HeadLayout(
             hidden_size=self.hidden_size,
             query_heads=self.num_attention_heads,
@@ -151,64 +151,64 @@ class MixersConfig(ConfigBase):
         )
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of each layer."""
+        """Return the layout of every layer."""
         return [self.layout_of_layer(layer) for layer in range(self.num_hidden_layers)]
 
     def mechanisms(self) -> dict[str, Settings]:
-        """The mechanisms that the model has in any layer, with their options."""
+        """Return the mechanisms of any layer, with their options for the whole model."""
         return self.mixers or {}
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
-        """The mechanisms of one layer with their complete options, in the order they apply."""
+        """Return the mechanisms of one layer with their complete options, in the order in which they run."""
         return layer_settings(self.mixers or {}, layer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Take attention out of the stock plan of tensor parallelism: mechanisms work across all heads."""
+        """Remove attention from the stock tensor-parallel plan, because mechanisms work across all heads."""
         super().__init_subclass__(**options)
-        if plan := getattr(cls, "base_model_tp_plan", None):  # a class without a stock one has none
+        if plan := getattr(cls, "base_model_tp_plan", None):  # classes without a stock base have no plan
             cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
     def attention_plan(self) -> dict[str, str]:
-        """The stock plan for attention in engines, which split heads, where every mechanism can be split."""
+        """Return the stock tensor-parallel plan of attention for engines; empty if a mechanism cannot split heads."""
         split = all(RULES[name].splits_heads(options) for name, options in self.mechanisms().items())
         plan = (super().base_model_tp_plan or {}) if split and self._attn_implementation in ENGINES else {}
         return {module: style for module, style in plan.items() if ".self_attn." in module}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build from a dictionary, a stock backbone's too; fields in `kwargs` take part in every check."""
-        fields = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # that may be "auto"
-        # A saved field may go by another name, which is set last.
-        given = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in fields}
-        if "num_hidden_layers" in given and config_dict.get("layer_types"):
-            given = {"layer_types": config_dict["layer_types"][: given["num_hidden_layers"]]} | given
-        return super().from_dict(config_dict | given, **kwargs)
+        """Build from a dictionary, also of a stock config; fields in `kwargs` override it before the checks."""
+        fields = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # dtype may be "auto"
+        # Resolve aliases: the saved field has the resolved name, is set last and would win.
+        overrides = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in fields}
+        if "num_hidden_layers" in overrides and config_dict.get("layer_types"):
+            overrides = {"layer_types": config_dict["layer_types"][: overrides["num_hidden_layers"]]} | overrides
+        return super().from_dict(config_dict | overrides, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something."""
+        """Return JSON with sorted keys, except in `mixers`, whose order is that of the mechanisms."""
         content = json.loads(super().to_json_string(use_diff)) | {"auto_map": self.code_map()}
         content["mixers"] = self.mixers
         return json.dumps(content, indent=2) + "\n"
 
     @package_only
     def __repr__(self) -> str:
-        """As JSON, without access tokens."""
+        """Return the configuration as JSON, without access tokens."""
         from crosshead.common.access_tokens import without_tokens
 
         content, _ = without_tokens(json.loads(self.to_json_string()))
         return f"{type(self).__name__} {json.dumps(content, indent=2)}\n"
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save, with the two files of code that load the model."""
+        """Save the configuration, with copies of the two code files that load the model."""
         super().save_pretrained(save_directory, *args, **kwargs)
         for name in ("configuration_crosshead.py", "modeling_crosshead.py"):
             Path(save_directory, name).write_bytes(Path(__file__).with_name(name).read_bytes())
 
-    @package_only  # type: ignore[no-redef]  # in place of the method above: the package has no such files
+    @package_only  # type: ignore[no-redef]  # replaces the method above: the package has no such files
     def save_pretrained(  # noqa: F811
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save, with the two files of code that this configuration needs, after one more check of `mixers`."""
+        """Save the configuration, with the two code files that it needs, after another check of `mixers`."""
         from crosshead.common.access_tokens import without_tokens
 
         from .bundle import write_code

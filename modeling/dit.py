@@ -1,7 +1,7 @@
 """DiT, the diffusion transformer of diffusers, with mechanisms in its attention.
 
-diffusers lets an attention layer call an attention processor. Each block's processor here is a module: it holds the
-block's mechanisms, a router for instance, so that their parameters are trained, averaged and saved with the model.
+In diffusers, an attention layer calls an attention processor. Here, the processor of each block is an `nn.Module` that
+holds the block's mechanisms, so that their parameters are trained, averaged (EMA) and saved with the model.
 """
 
 import json
@@ -30,14 +30,14 @@ except ImportError as error:
     raise ImportError(f"DiT needs diffusers ({error}): pip install 'crosshead[diffusion]'") from error
 
 ACCEPTED = ("mixture", "knocking", "gating")
-"""The mechanisms that leave the projections and the weights of attention as they are."""
+"""Mechanisms that DiT can have: they change neither projections nor attention weights."""
 REFUSED = {
     **dict.fromkeys(("explicit", "differential", "bilinear"), "it changes the projections of attention"),
     "talking": "its code registers an operator, and diffusers runs the code of a saved model again each time",
 }
-"""Mechanism -> the reason why DiT cannot have it."""
+"""Mechanism that DiT refuses -> the reason."""
 CODE = "modeling_crosshead"
-"""The name of the file of code in a saved model's folder, without its ending."""
+"""Name of the code file in a saved model's folder, without its suffix."""
 MODEL = "CrossheadDiTTransformer2DModel"
 ROUTER_STD = 0.02
 """Standard deviation of the random initial weights of mechanisms, as in vision transformers."""
@@ -45,14 +45,14 @@ ROUTER_STD = 0.02
 
 @dataclass
 class CrossheadDiTOutput(Transformer2DModelOutput):  # type: ignore[misc]
-    """The output of DiT, and losses where gradients are recorded."""
+    """Output of DiT, with auxiliary losses while gradients are recorded."""
 
     auxiliary_loss: Tensor | None = None
-    """Weighted sum of the losses of mechanisms, 0 without one: a training loop adds it to the denoising loss."""
+    """Weighted sum of the auxiliary losses, 0 without any: a training loop adds it to the denoising loss."""
     balance_loss: Tensor | None = None
-    """Before its weight; mean over the layers that route."""
+    """Balance loss before its weight, mean over the routing layers."""
     head_router_scores: tuple[Tensor, ...] | None = None
-    """On request: per routing layer, each routed head's probability (B, T, routed heads)."""
+    """If requested, probability of each routed head: one tensor (B, T, routed heads) per routing layer."""
 
 
 class CrossheadAttnProcessor(nn.Module):
@@ -76,9 +76,9 @@ class CrossheadAttnProcessor(nn.Module):
         attention_mask: Tensor | None = None,
         head_router_scores: list[Tensor] | None = None,
     ) -> Tensor:
-        """Attention outputs (B, T, hidden); a router's probabilities are appended to `head_router_scores`.
+        """Return attention outputs (B, T, hidden); append the router's probabilities to `head_router_scores`.
 
-        As in the processors of diffusers, `attn` has the projections, and reads the arguments from this signature.
+        As in diffusers' processors, `attn` has the projections, and passes the arguments that this signature names.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("DiT has self-attention without a mask: pass hidden_states alone")
@@ -94,14 +94,14 @@ class CrossheadAttnProcessor(nn.Module):
         return dropout(projection(output.flatten(-2)))
 
     def _attention(self, state: AttentionState) -> Tensor:
-        """Head outputs (B, T, heads, features), with the hooks of the mechanisms in between."""
+        """Return head outputs (B, T, heads, features), calling the hooks of the mechanisms."""
         mechanisms: list[Any] = list(self.mixers.values())
         for mechanism in mechanisms:
             mechanism.before_rope(state)
         for mechanism in mechanisms:
             state.function = state.function or mechanism.attention_function(state, "sdpa", masked=False)
         attention = ALL_ATTENTION_FUNCTIONS[state.function or "sdpa"]
-        scaling = 1 / math.sqrt(self.head_dim)  # to the last bit the default that stock processors use
+        scaling = 1 / math.sqrt(self.head_dim)  # bit for bit the default of stock processors
         tensors = (state.query, state.key, state.value, None)
         output, _ = attention(self, *tensors, dropout=0.0, scaling=scaling, **state.attention_kwargs)
         for mechanism in mechanisms:
@@ -110,7 +110,7 @@ class CrossheadAttnProcessor(nn.Module):
 
 
 def refuse_processor(processor: Any) -> None:
-    """In place of the method that exchanges the processor of a block."""
+    """Replace `set_processor` by an error: another processor would drop the block's mechanisms."""
     raise ValueError(
         f"set_processor({type(processor).__name__}) is not allowed: it would drop the mechanisms, which the processor "
         "of the block holds; attention slicing, xformers and fused projections are not for this model"
@@ -118,26 +118,26 @@ def refuse_processor(processor: Any) -> None:
 
 
 class SavedWithCode(ConfigMixin):  # type: ignore[misc]
-    """Saves a model with the code that loads it."""
+    """Mixin that saves a model with the code that loads it."""
 
     def write_code(self, directory: Path) -> None:
-        """Write the file of code, by default a copy of this one."""
+        """Write the code file: a copy of this file."""
         (directory / f"{CODE}.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
 
     @classmethod
     def extract_init_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        """The arguments in a config, without `auto_map`, which is for the loader of the code."""
+        """Return the constructor's arguments in a config, without `auto_map`, which only the code loader reads."""
         return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)
 
     def to_json_string(self) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something."""
+        """Return JSON with sorted keys, except in `mixers`, whose order is that of the mechanisms."""
         content = json.loads(super().to_json_string())
         content |= {"auto_map": {"AutoModel": f"{CODE}.{MODEL}"}, "mixers": self.config["mixers"]}
         return json.dumps(content, indent=2) + "\n"
 
 
 def _with_mixers(init: Any) -> Signature:
-    """The signature of a stock constructor plus `mixers`: diffusers reads the fields of a config from it."""
+    """Return a stock constructor's signature plus `mixers`: diffusers reads the config's fields from it."""
     stock = signature(init)
     return stock.replace(
         parameters=[*stock.parameters.values(), Parameter("mixers", Parameter.KEYWORD_ONLY, default=None)]
@@ -145,7 +145,7 @@ def _with_mixers(init: Any) -> Signature:
 
 
 class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # type: ignore[misc]
-    """`DiTTransformer2DModel` plus `mixers`."""
+    """`DiTTransformer2DModel` plus `mixers`: mechanism -> options."""
 
     def __init__(self, *arguments: Any, mixers: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -158,31 +158,31 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
             settings = layer_settings(complete, layout.layer_index)
             block.attn1.set_processor(CrossheadAttnProcessor(shared_layout(settings, layout), settings))
             block.attn1.set_processor = refuse_processor
-        # A pipeline writes this into model_index.json: the name of the file of code in the model's folder.
+        # A pipeline writes this into model_index.json as the name of the code file in the model's folder.
         self.__module__ = CODE
 
     __init__.__signature__ = _with_mixers(DiTTransformer2DModel.__init__)  # type: ignore[attr-defined]
 
     @property
     def mixers(self) -> dict[str, Settings]:
-        """The mechanisms with their complete options."""
+        """The mechanisms of any block, with their complete options."""
         return dict(self.config.mixers)
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of attention in each block."""
+        """Return the attention layout of every block."""
         heads, size = self.config.num_attention_heads, self.config.attention_head_dim
         blocks = range(self.config.num_layers)
         return [HeadLayout(heads * size, heads, heads, size, layer_index=block) for block in blocks]
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
-        """The mechanisms of one block with their complete options, in the order they apply."""
+        """Return the mechanisms of one block with their complete options, in the order in which they run."""
         return layer_settings(self.mixers, layer)
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a model; mechanisms that a checkpoint does not hold, such as a stock one, get their initial values."""
+        """Load a model. Mechanisms missing from the checkpoint, such as a stock one, get their initial values."""
         try:
             model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
         except NotImplementedError as error:
@@ -198,7 +198,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
 
     @package_only
     def write_code(self, directory: Path) -> None:
-        """Write the part of crosshead that the model needs."""
+        """Write the code file: the part of crosshead that the model needs."""
         from .bundle import Bundle
 
         bundle = Bundle("dit", MODEL, ACCEPTED)
@@ -206,20 +206,20 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
         (directory / f"{CODE}.py").write_text(text, encoding="utf-8")
 
     def save_config(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save config.json and the code."""
+        """Save config.json and the code file."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         self.write_code(Path(save_directory))
         super().save_config(save_directory, push_to_hub, **kwargs)
 
     @classmethod
     def from_transformer(cls, transformer: DiTTransformer2DModel, mixers: Mapping[str, Any]) -> Self:
-        """A stock model with mechanisms: its weights are copied, device, dtype and mode taken over."""
+        """Return a copy of a stock model with mechanisms added, on its device, in its dtype and training mode."""
         if not isinstance(transformer, DiTTransformer2DModel) or "mixers" in transformer.config:
             raise TypeError(
                 f"from_transformer takes a stock DiTTransformer2DModel, not a {type(transformer).__name__}"
             )
         model = cls.from_config(transformer.config, mixers=mixers)
-        nn.Module.to(model, transformer.device, transformer.dtype)  # that of diffusers warns of every dtype
+        nn.Module.to(model, transformer.device, transformer.dtype)  # diffusers' own `to` warns about every dtype
         model.load_state_dict(model.state_dict() | transformer.state_dict())
         return model.train(transformer.training)
 
@@ -232,7 +232,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
         return_dict: bool = True,
         output_head_router_scores: bool = False,
     ) -> CrossheadDiTOutput | tuple[Tensor]:
-        """The prediction for noisy latents (B, channels, size, size), and losses where gradients are recorded."""
+        """Return the prediction for noisy latents (B, channels, size, size), with losses if gradients are recorded."""
         scores: list[Tensor] = []
         if torch.is_grad_enabled() or output_head_router_scores:
             cross_attention_kwargs = {**(cross_attention_kwargs or {}), "head_router_scores": scores}
@@ -248,7 +248,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
         return output
 
     def mechanisms(self) -> Mapping[str, Settings]:
-        """The mechanisms that the model has in any block, with their options."""
+        """Return the mechanisms of any block, with their options for the whole model."""
         return self.mixers
 
     def _add_losses(self, output: CrossheadDiTOutput, scores: list[Tensor]) -> None:
@@ -260,8 +260,8 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
         output["auxiliary_loss"] = total
 
     def _check_gradients(self, scores: list[Tensor]) -> None:
-        """Reentrant checkpointing runs a block without gradients first."""
-        if self.gradient_checkpointing and scores and not any(each.requires_grad for each in scores):
+        """Raise if the scores have no gradient: reentrant checkpointing runs blocks without gradients first."""
+        if self.gradient_checkpointing and scores and not any(score.requires_grad for score in scores):
             layers: list[Any] = [block.attn1 for block in self.transformer_blocks]
             routers = [*(layer.processor for layer in layers), *(layer.to_q for layer in layers)]
             if any(parameter.requires_grad for router in routers for parameter in router.parameters()):

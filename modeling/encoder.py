@@ -1,4 +1,4 @@
-"""The part that encoders add: task heads whose loss includes the losses of mechanisms."""
+"""Classes for encoders: task heads whose loss includes the auxiliary losses of mechanisms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,33 +31,33 @@ ENCODER_CLASSES = {
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
     "AutoModelForPreTraining": "ForPreTraining",
 }
-"""The Auto classes of text encoders -> the ending of our class's name."""
+"""Auto class of text encoders -> suffix of the class that it loads, after `class_prefix`."""
 IMAGE_CLASSES = {"AutoModel": "Model", "AutoModelForImageClassification": "ForImageClassification"}
-"""The same of vision transformers."""
+"""Auto class of vision transformers -> suffix of the class that it loads, after `class_prefix`."""
 ENCODER_FIELDS = {
     "num_key_value_heads": "num_attention_heads",
     "attention_dropout": "attention_probs_dropout_prob",
     "rms_norm_eps": "layer_norm_eps",
 }
-"""The fields of decoders that `MixersConfig` reads -> those of BERT and its descendants."""
+"""Config field that `MixersConfig` reads -> its name in configs of BERT and its descendants."""
 
 
 @package_only
 def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the images of a vision transformer."""
+    """Return (channels, height, width) of the images of a vision transformer."""
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return config.num_channels, height, width
 
 
 def alias(name: str) -> Any:
-    """A property that gives a projection the name used by the attention forward; checkpoints use `name`."""
-    # An attrgetter would break the compiled graph.
+    """Return a property for the submodule `name`: the attention forward uses the property, checkpoints use `name`."""
+    # `operator.attrgetter` would break the compiled graph.
     return property(lambda module: reduce(getattr, name.split("."), module))
 
 
 class IndexedAttention(nn.Module):
-    """Gives an index to a stock attention class that takes the config alone."""
+    """Adds `layer_idx` to a stock attention class whose constructor takes the config alone."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config)
@@ -65,62 +65,62 @@ class IndexedAttention(nn.Module):
 
 
 class EncoderAttention(CrossheadAttention):
-    """Attention in layers that pass the mask as second argument."""
+    """Attention for layers that pass the mask as the second positional argument."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them."""
+        """Return attention outputs (B, T, hidden), and attention weights, None if the implementation has none."""
         return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
 
 @dataclass
 class RouterOutput(ModelOutput):
-    """What the head routers of a model did."""
+    """Model output with the balance loss and the scores of head routers."""
 
     balance_loss: Tensor | None = None
-    """Before its weight; mean over the layers that route."""
+    """Balance loss before its weight, mean over the routing layers."""
     head_router_scores: tuple[Tensor, ...] | None = None
-    """Per routing layer, each routed head's probability: (B, T, routed heads)."""
+    """Probability of each routed head: one tensor (B, T, routed heads) per routing layer."""
 
 
 @dataclass
 class CrossheadMaskedLMOutput(RouterOutput, MaskedLMOutput):
-    """A masked language model's output, and what its head routers did."""
+    """Output of a masked language model, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadImageClassifierOutput(RouterOutput, ImageClassifierOutput):
-    """An image classifier's output, and what its head routers did."""
+    """Output of an image classifier, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadSequenceClassifierOutput(RouterOutput, SequenceClassifierOutput):
-    """A sequence classifier's output, and what its head routers did."""
+    """Output of a sequence classifier, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadTokenClassifierOutput(RouterOutput, TokenClassifierOutput):
-    """A token classifier's output, and what its head routers did."""
+    """Output of a token classifier, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadQuestionAnsweringOutput(RouterOutput, QuestionAnsweringModelOutput):
-    """A question answering model's output, and what its head routers did."""
+    """Output of a question answering model, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadSeq2SeqModelOutput(RouterOutput, Seq2SeqModelOutput):
-    """The output of an encoder and a decoder, and what their head routers did."""
+    """Output of an encoder and a decoder, with balance loss and head router scores."""
 
 
 @dataclass
 class CrossheadSeq2SeqLMOutput(RouterOutput, Seq2SeqLMOutput):
-    """A sequence-to-sequence language model's output, and what its head routers did."""
+    """Output of a sequence-to-sequence language model, with balance loss and head router scores."""
 
 
 def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A stock backbone's forward that also appends itself, its output and its mask to `backbone_outputs`."""
+    """Wrap a stock backbone's forward: append (backbone, output, mask) to the list `backbone_outputs`, if passed."""
 
     @wraps(forward)
     def record(self: Any, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         outputs = forward(self, *inputs, **kwargs)
         if backbone_outputs is not None:
             mask, tokens = kwargs.get("attention_mask"), outputs[0].shape[1]
-            mask = mask[:, -tokens:] if isinstance(mask, Tensor) and mask.ndim == 2 else mask  # losses know no past
+            mask = mask[:, -tokens:] if isinstance(mask, Tensor) and mask.ndim == 2 else mask  # drops the past
             backbone_outputs.append((self, outputs, mask))
         return outputs
 
@@ -137,7 +137,7 @@ def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) -> Callable[..., Any]:
-    """A stock task head's forward whose loss includes the losses of mechanisms."""
+    """Wrap a stock task head's forward: its loss includes the auxiliary losses of mechanisms."""
 
     @can_return_tuple
     @wraps(forward)
@@ -151,7 +151,7 @@ def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) 
         if outputs.get("loss") is not None or output_head_router_scores:
             _add_losses(outputs, backbone_outputs)
         if output_head_router_scores:
-            scores = [of_backbone.get("head_router_scores") or () for _, of_backbone, _ in backbone_outputs]
+            scores = [output.get("head_router_scores") or () for _, output, _ in backbone_outputs]
             outputs.head_router_scores = tuple(chain.from_iterable(scores)) or None
         return outputs
 
@@ -159,11 +159,11 @@ def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) 
 
 
 def _add_losses(outputs: Any, backbone_outputs: list[Any]) -> None:
-    """Add the losses of mechanisms: of an encoder and a decoder, their mean."""
+    """Add the auxiliary losses, each the mean over encoder and decoder if there are both, to the output."""
     losses: dict[str, list[AuxiliaryLoss]] = {}
-    for backbone, of_backbone, attention_mask in backbone_outputs:
-        for each in backbone._auxiliary_losses(of_backbone, attention_mask):
-            losses.setdefault(each.name, []).append(each)
+    for backbone, output, attention_mask in backbone_outputs:
+        for loss in backbone._auxiliary_losses(output, attention_mask):
+            losses.setdefault(loss.name, []).append(loss)
     for name, parts in losses.items():
         outputs[name] = torch.stack([part.value.to(parts[0].value.device) for part in parts]).mean()
         if outputs.get("loss") is not None:
@@ -171,9 +171,9 @@ def _add_losses(outputs: Any, backbone_outputs: list[Any]) -> None:
 
 
 class CrossheadTask(CrossheadPreTrained):
-    """A stock task head over our backbone."""
+    """A stock task head over a crosshead backbone."""
 
-    accepts_loss_kwargs = False  # like the stock heads: a loss is the mean over its own call
+    accepts_loss_kwargs = False  # like the stock heads, whose loss is the mean over one call
     base_model_prefix: str
 
     def __init__(self, config: Any) -> None:
@@ -181,12 +181,12 @@ class CrossheadTask(CrossheadPreTrained):
         super().__init__(config)
 
     def post_init(self) -> None:
-        """Replace the backbone before the initial values are set."""
+        """Replace the stock backbone by the crosshead one before weights are initialised."""
         stock = getattr(self, self.base_model_prefix)
         if any(getattr(module, "gradient_checkpointing", False) for module in stock.modules()):
-            # The stock backbone has removed the field from the config.
+            # The stock backbone's constructor has removed this field from the config.
             self.config.gradient_checkpointing = True
         options = {"add_pooling_layer": stock.pooler is not None} if hasattr(stock, "pooler") else {}
-        ours = self.backbone_class(self.config, **options)
-        setattr(self, self.base_model_prefix, ours)
+        backbone = self.backbone_class(self.config, **options)
+        setattr(self, self.base_model_prefix, backbone)
         super().post_init()

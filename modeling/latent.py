@@ -1,7 +1,7 @@
 """The part that backbones with multi-head latent attention (MLA) share.
 
-The keys and values of all heads are expanded from one latent vector of a token; a rotated part of the keys is the same
-for all heads. The cache holds the vector and that part, as the library's own does.
+The keys and values of all heads are expanded from one latent vector per token; all heads share one rotated part of the
+keys. The cache holds the latent vector and the rotated part, as in transformers.
 
 Paper: "DeepSeek-V2", section 2.1.
 """
@@ -22,12 +22,12 @@ from .ops import HeadRMSNorm
 from .options import refuse
 
 NO_KEY_MAP = "a part of each key is shared by all heads, so that a head has no key of its own: use query or value"
-NO_HALF_VALUES = "keys and values are made together, and values keep their size: use False"
-NO_KEY_INPUT = "keys are expanded from the cache for every call: use terms of queries"
+NO_HALF_VALUES = "keys and values share a projection, and values keep their size: use False"
+NO_KEY_INPUT = "keys are expanded from the cache, which holds no input of the layer: use terms of queries"
 
 
 class Refusal(NamedTuple):
-    """A mechanism, or one value of an option, that a backbone cannot have."""
+    """A mechanism, or one value of an option of it, that a backbone refuses."""
 
     mechanism: str
     reason: str
@@ -36,18 +36,18 @@ class Refusal(NamedTuple):
 
 
 def check_refused(refused: Iterable[Refusal], mixers: Any) -> None:
-    """`ValueError` where `mixers`, which may be incomplete, has what a backbone refuses."""
-    for each in refused:
-        if isinstance(mixers, Mapping) and each.mechanism in mixers:
-            options = mixers[each.mechanism]
-            given = options.get(each.option) if isinstance(options, Mapping) else None
-            if not each.option or each.value in (given if isinstance(given, list | tuple) else [given]):
-                name = ".".join(filter(None, ("mixers", each.mechanism, each.option)))
-                raise refuse(name, given if each.option else options, each.reason)
+    """Raise `ValueError` if `mixers`, which may be incomplete, holds a refused mechanism or option value."""
+    for refusal in refused:
+        if isinstance(mixers, Mapping) and refusal.mechanism in mixers:
+            options = mixers[refusal.mechanism]
+            value = options.get(refusal.option) if isinstance(options, Mapping) else None
+            if not refusal.option or refusal.value in (value if isinstance(value, list | tuple) else [value]):
+                name = ".".join(filter(None, ("mixers", refusal.mechanism, refusal.option)))
+                raise refuse(name, value if refusal.option else options, refusal.reason)
 
 
 class LatentConfig(MixersConfig):
-    """The configuration of a backbone with MLA."""
+    """Base configuration of backbones with multi-head latent attention."""
 
     refused = (
         Refusal("explicit", "keys and values are expanded from one latent vector: there are no KV heads to combine"),
@@ -64,7 +64,7 @@ class LatentConfig(MixersConfig):
     v_head_dim: Any
 
     def check_mixers(self) -> None:
-        """A key and a value head for each query head."""
+        """Refuse mechanisms that MLA cannot have, and other than one key/value head per query head."""
         check_refused(self.refused, self.mixers)
         super().check_mixers()
         if self.mixers and self.num_key_value_heads != self.num_attention_heads:
@@ -72,7 +72,7 @@ class LatentConfig(MixersConfig):
             raise refuse("num_key_value_heads", self.num_key_value_heads, reason)
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
-        """The shape of one layer; `head_dim` is that of the rotated part in the stock configuration."""
+        """Return the layout of one layer; the stock field `head_dim` is the size of the rotated part alone."""
         return replace(
             super().layout_of_layer(layer),
             key_value_heads=self.num_attention_heads,
@@ -82,7 +82,7 @@ class LatentConfig(MixersConfig):
 
 
 class LatentAttention(CrossheadAttention):
-    """MLA; combined with the stock class, which has the projections and `expand_kv`."""
+    """Multi-head latent attention; projections and `expand_kv` come from the stock class, the other base class."""
 
     kv_lora_rank: int
     q_lora_rank: int | None
@@ -98,35 +98,35 @@ class LatentAttention(CrossheadAttention):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.key_features = config.num_attention_heads * self.head_dim
-        # As the stock norms, but float64 stays.
+        # Like the stock norms, except that float64 is kept.
         self.kv_a_layernorm = HeadRMSNorm(self.kv_lora_rank, self.kv_a_layernorm.variance_epsilon)
         if self.q_lora_rank is not None:
             self.q_a_layernorm = HeadRMSNorm(self.q_lora_rank, self.q_a_layernorm.variance_epsilon)
-            self.q_proj = self.compressed_query  # the stock class has None
+            self.q_proj = self.compressed_query  # None in the stock class
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
         if self.q_lora_rank is not None:
-            replica.q_proj = replica.compressed_query  # or it would call the original's modules
+            replica.q_proj = replica.compressed_query  # else it would call the original's modules
         return replica
 
     def compressed_query(self, x: Tensor) -> Tensor:
-        """Queries by way of a low rank."""
+        """Return queries (B, T, features) from a low-rank projection."""
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def k_proj(self, x: Tensor) -> Tensor:
-        """The keys among expanded keys and values."""
+        """Return the keys from concatenated expanded keys and values (B, S, features)."""
         return x[..., : self.key_features]
 
     def v_proj(self, x: Tensor) -> Tensor:
-        """The values."""
+        """Return the values from concatenated expanded keys and values (B, S, features)."""
         return x[..., self.key_features :]
 
     def rotate(self, query: Tensor, key: Tensor, *position_embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the last features of queries; the keys' are rotated in the cache."""
-        plain, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        """Rotate the last `qk_rope_head_dim` features of queries; the keys in the cache are rotated already."""
+        unrotated, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
         rotary, _ = self.apply_rotary(rotary, rotary[:, :1], *position_embeddings)
-        return torch.cat((plain, rotary), dim=-1), key.contiguous()
+        return torch.cat((unrotated, rotary), dim=-1), key.contiguous()
 
     def forward(  # type: ignore[override]
         self,
@@ -136,9 +136,9 @@ class LatentAttention(CrossheadAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them."""
-        is_one = isinstance(position_embeddings, Tensor)
-        positions: Any = (position_embeddings,) if is_one else position_embeddings
+        """Return attention outputs (B, T, hidden), and attention weights, None if the implementation has none."""
+        is_tensor = isinstance(position_embeddings, Tensor)
+        positions: Any = (position_embeddings,) if is_tensor else position_embeddings
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)  # (B, 1, T, size)
         latent, (_, rotary) = self.kv_a_layernorm(latent), self.apply_rotary(rotary, rotary, *positions)

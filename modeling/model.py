@@ -1,4 +1,4 @@
-"""The part that our model classes add to the stock ones, whatever the backbone: initial values, outputs, losses."""
+"""Base classes that add mechanisms to the stock models of any backbone: initial values, outputs and losses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from .mechanisms.base import AuxiliaryLoss, ParameterModule
 
 if TYPE_CHECKING:
     ModelBase = PreTrainedModel
-else:  # a plain class: the library reads settings of every `PreTrainedModel` on the way to a stock class
+else:  # a plain class: transformers would read class settings from every `PreTrainedModel` in the MRO
     ModelBase = object
 IGNORED_LABEL = -100
 RECORDERS = {
@@ -32,22 +32,22 @@ RECORDERS = {
     for mechanism in MECHANISMS.values()
     for name, index in mechanism.recorded.items()
 }
-"""The outputs of mechanisms that the library records in a forward pass, for `_can_record_outputs`."""
+"""Output field of a mechanism -> transformers' recorder of it, for `_can_record_outputs`."""
 
 
 @dataclass
 class CrossheadCausalLMOutput(MoeCausalLMOutputWithPast):
-    """A causal language model's output, and what its head routers did."""
+    """Output of a causal language model, with balance loss and head router scores."""
 
-    balance_loss: Tensor | None = None  # before its weight; mean over the layers that route
-    head_router_scores: tuple[Tensor, ...] | None = None  # of each routing layer: (B, T, routed heads)
+    balance_loss: Tensor | None = None  # before its weight, mean over the routing layers
+    head_router_scores: tuple[Tensor, ...] | None = None  # per routing layer: (B, T, routed heads)
 
 
 def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
-    """This call's share of the batch whose gradients are accumulated, by predicted tokens.
+    """Return this call's share of the predicted tokens over which gradients are accumulated.
 
-    A training loop that accumulates over several calls or devices passes the number of predicted tokens in all of
-    them as `num_items_in_batch`, and sums the losses of the calls.
+    A training loop that accumulates over several calls or devices passes their total number of predicted tokens as
+    `num_items_in_batch`, and sums the losses of the calls.
     """
     items = kwargs.get("num_items_in_batch")
     if items is None:
@@ -57,7 +57,7 @@ def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
 
 
 class CrossheadPreTrained(ModelBase):
-    """Initial values and the choice of the attention implementation."""
+    """Base class of all models: initialises mechanisms, and checks the config and `attn_implementation`."""
 
     attention_class: type[CrossheadAttention]
     backbone_class: type[Any]
@@ -69,8 +69,8 @@ class CrossheadPreTrained(ModelBase):
         config.check_mixers()
 
     def _recorded(self) -> list[str]:
-        """The fields that this model's mechanisms record."""
-        return [each for name in self.config.mechanisms() for each in MECHANISMS[name].recorded]
+        """Return the output fields that this model's mechanisms record."""
+        return [field for name in self.config.mechanisms() for field in MECHANISMS[name].recorded]
 
     def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
         for name in self.config.mechanisms():
@@ -81,7 +81,7 @@ class CrossheadPreTrained(ModelBase):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ParameterModule):
             module.initialise(self.config.initializer_range)
-        elif isinstance(module, HeadScale):  # the library knows norms by their name
+        elif isinstance(module, HeadScale):  # transformers knows norms by their class name
             init.ones_(module.weight)
         else:
             super()._init_weights(module)
@@ -89,7 +89,7 @@ class CrossheadPreTrained(ModelBase):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
-        # Before the library looks for kernels on the Hub; it knows what to say of other names.
+        # Check before transformers looks for kernels on the Hub; it reports unknown names itself.
         if (name := attn_implementation or "sdpa") in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
             for mechanism, settings in self.config.mechanisms().items():
                 MECHANISMS[mechanism].check_implementation(name, settings)
@@ -98,18 +98,18 @@ class CrossheadPreTrained(ModelBase):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any
     ) -> None:
-        asked = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and asked.get("use_reentrant") and self._recorded():
+        keywords = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and keywords.get("use_reentrant") and self._recorded():
             logger.warning_once(
                 "use_reentrant=True would drop the gradient of the balance loss, which is computed outside the "
                 "checkpointed layers: checkpointing with use_reentrant=False"
             )
-            gradient_checkpointing_func = partial(checkpoint, **{**asked, "use_reentrant": False})
+            gradient_checkpointing_func = partial(checkpoint, **{**keywords, "use_reentrant": False})
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *arguments, **options)
 
 
 class CrossheadBackbone(CrossheadPreTrained):
-    """Decoder layers whose attention has mechanisms where the config says so, and is stock elsewhere."""
+    """A backbone whose attention has mechanisms in the layers that the config names; other layers stay stock."""
 
     layers: Any
 
@@ -118,31 +118,31 @@ class CrossheadBackbone(CrossheadPreTrained):
         super().__init__(config, **options)
 
     def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
-        """Each attention layer: its index, the module that holds it, and its name there."""
+        """Yield (layer index, parent module, attribute name) of each attention module."""
         return ((index, layer, "self_attn") for index, layer in enumerate(self.layers))
 
     def post_init(self) -> None:
-        """Replace attention before the initial values are set."""
+        """Replace stock attention modules before weights are initialised."""
         for index, parent, name in self._attention_places():
             if self.config.mixers_of_layer(index) and not isinstance(getattr(parent, name), CrossheadAttention):
                 setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
 
-    @torch.compiler.assume_constant_result  # the compiler cannot trace the lock that the library takes
+    @torch.compiler.assume_constant_result  # torch.compile cannot trace the lock in transformers
     def record_outputs(self) -> list[str]:
-        """Install the hooks that record outputs, and return the fields; without them, decoding is faster."""
+        """Install hooks that record outputs, and return the recorded fields. Without hooks, decoding is faster."""
         if names := self._recorded():
             maybe_install_capturing_hooks(self)
         return names
 
 
 class CrossheadCausalLM(CrossheadPreTrained):
-    """The language model head and the losses."""
+    """A causal language model over a crosshead backbone; its loss includes auxiliary losses."""
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)
-        PreTrainedModel.__init__(self, config)  # the stock class would build a stock backbone first
+        PreTrainedModel.__init__(self, config)  # the stock constructor would build a stock backbone first
         self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -162,7 +162,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CrossheadCausalLMOutput:
-        """Logits; with `labels` also the loss, auxiliary losses included."""
+        """Return logits and, with `labels`, the loss, auxiliary losses included."""
         if output_head_router_scores is None:
             output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
         cache = kwargs.pop(CACHE, past_key_values)
@@ -176,15 +176,15 @@ class CrossheadCausalLM(CrossheadPreTrained):
             **{CACHE: cache, **{f"output_{name}": True for name in recorded}},
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
         if missing := [name for name in recorded if not outputs.get(name)]:
             raise RuntimeError(
                 f"{type(self.model).__name__} recorded no {missing[0]}, so an auxiliary loss would be missing: "
                 "shard or wrap the decoder layers and the whole model, not the backbone in between"
             )
-        new = 0 if cache is None else outputs.last_hidden_state.shape[1]  # losses know no past
-        mask = attention_mask[:, -new:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+        tokens = 0 if cache is None else outputs.last_hidden_state.shape[1]  # [-0:] is the whole mask
+        mask = attention_mask[:, -tokens:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         return CrossheadCausalLMOutput(
             **{CACHE: outputs.get(CACHE), **self._losses(outputs, logits, labels, mask, kwargs)},
             logits=logits,
@@ -195,7 +195,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
         )
 
     def _losses(self, outputs: Any, logits: Any, labels: Any, attention_mask: Any, kwargs: Any) -> dict[str, Any]:
-        """The output's losses by name; `loss` is their weighted sum where there are labels."""
+        """Return the losses by output field; `loss` is their weighted sum, or None without labels."""
         losses: dict[str, Any] = {"loss": None}
         if labels is not None:
             losses["loss"] = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -207,18 +207,18 @@ class CrossheadCausalLM(CrossheadPreTrained):
         return losses
 
     def _get_static_cache_init_shape(self) -> Any:
-        # The library would allocate the stock model's heads ahead of time; mechanisms store others.
+        # transformers would preallocate the stock model's heads, but mechanisms cache other shapes.
         return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
-        """Used by `generate_batch`, whose paged cache is updated inside the library's own attention."""
+        """Refuse mechanisms that replace attention, because `generate_batch` updates its cache in stock attention."""
         if replacing := [name for name in self.config.mechanisms() if MECHANISMS[name].rules.replaces_attention]:
             raise ValueError(f"continuous batching cannot run {replacing[0]!r}: use generate()")
         return super().init_continuous_batching(*arguments, **options)  # type: ignore[misc]
 
 
 class CrossheadClassifier(CrossheadPreTrained):
-    """The classification head over our backbone; without auxiliary losses, like the stock Qwen3-MoE classifier's."""
+    """Sequence classifier over a crosshead backbone, without auxiliary losses, like the stock one of Qwen3-MoE."""
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)

@@ -1,6 +1,6 @@
-"""The kinds of options of mechanisms: each checks a value when a config is made.
+"""Kinds of options of mechanisms; each kind checks values when a config is made.
 
-An error quotes the option, the value and what is allowed. Values are stored as plain JSON types.
+Errors quote the option, the value and the allowed values. Values are stored as plain JSON types.
 """
 
 from dataclasses import dataclass
@@ -9,53 +9,53 @@ from typing import Any
 
 
 def refuse(name: str, value: Any, allowed: str) -> ValueError:
-    """The error of every option."""
+    """Return the error for a value that is not allowed."""
     return ValueError(f"{name}={value!r} is not allowed: {allowed}")
 
 
-def unknown(name: str, kind: str, given: Any, allowed: list[str]) -> ValueError:
-    """The error for a name that does not exist, with the nearest one that does."""
-    near = get_close_matches(given, allowed, n=1) if isinstance(given, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"{name} has no {kind} {given!r}: {hint}allowed are {', '.join(map(repr, allowed))}")
+def unknown(name: str, kind: str, value: Any, allowed: list[str]) -> ValueError:
+    """Return the error for an unknown name, with the most similar known name as a hint."""
+    matches = get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    return ValueError(f"{name} has no {kind} {value!r}: {hint}allowed are {', '.join(map(repr, allowed))}")
 
 
 def is_whole(value: Any) -> bool:
-    """An int that is not a bool."""
+    """Whether the value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Option:
-    """One option of one mechanism, by default with one value for all layers."""
+    """One option of one mechanism; unless a subclass says otherwise, one value holds for all layers."""
 
     default: Any = None
 
     def parse(self, name: str, value: Any, layers: int) -> Any:
-        """The checked value for a model of `layers` layers; None stands for "not given"."""
+        """Return the checked value for a model of `layers` layers. None means that the option is absent."""
         return self.default if value is None else self.check(name, value, layers)
 
     def check(self, name: str, value: Any, layers: int) -> Any:
-        """The value as a config stores it, or `ValueError`."""
+        """Return the value as a config stores it; raise `ValueError` if it is not allowed."""
         raise NotImplementedError
 
     def at(self, value: Any, layer: int) -> Any:
-        """The value in one layer."""
+        """Return the value for one layer."""
         return value
 
 
 @dataclass(frozen=True)
 class Choice(Option):
-    """One of several words, the first by default."""
+    """One of several words; the first is the default."""
 
     allowed: tuple[str, ...]
 
     @property
     def default(self) -> str:
-        """The first."""
+        """The first allowed word."""
         return self.allowed[0]
 
     def check(self, name: str, value: Any, layers: int) -> str:
-        """The word."""
+        """Return the word if it is allowed."""
         if not isinstance(value, str) or value not in self.allowed:
             raise refuse(name, value, f"use one of {', '.join(map(repr, self.allowed))}")
         return value
@@ -63,29 +63,29 @@ class Choice(Option):
 
 @dataclass(frozen=True)
 class Subset(Option):
-    """A list of words, each at most once."""
+    """A list of allowed words, each at most once."""
 
     allowed: tuple[str, ...]
     default: tuple[str, ...]
     may_be_empty: bool = False
 
     def parse(self, name: str, value: Any, layers: int) -> list[str]:
-        """The words, in the order given."""
+        """Return the list of words in the given order, or the default."""
         words = list(self.default if value is None else value if isinstance(value, list | tuple) else [None])
-        different = all(isinstance(word, str) for word in words) and len(set(words)) == len(words)
-        if not different or not set(words) <= set(self.allowed) or not (words or self.may_be_empty):
+        distinct = all(isinstance(word, str) for word in words) and len(set(words)) == len(words)
+        if not distinct or not set(words) <= set(self.allowed) or not (words or self.may_be_empty):
             raise refuse(name, value, f"use a list of any of {', '.join(map(repr, self.allowed))}, each once")
         return words
 
 
 @dataclass(frozen=True)
 class Flag(Option):
-    """True or false; without a default, not given."""
+    """True or false; if the default is None, the option may be absent."""
 
     default: bool | None
 
     def check(self, name: str, value: Any, layers: int) -> bool:
-        """The flag."""
+        """Return the value if it is a bool."""
         if not isinstance(value, bool):
             raise refuse(name, value, "use true or false")
         return value
@@ -93,12 +93,12 @@ class Flag(Option):
 
 @dataclass(frozen=True)
 class Number(Option):
-    """A number that is zero or more."""
+    """A number from 0 up."""
 
     default: float
 
     def check(self, name: str, value: Any, layers: int) -> float:
-        """The number."""
+        """Return the value as a float if it is a number from 0 up."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e300:
             raise refuse(name, value, "use a number from 0 up")
         return float(value)
@@ -106,12 +106,12 @@ class Number(Option):
 
 @dataclass(frozen=True)
 class Integer(Option):
-    """A whole number from 1 up; not given by default, unless it has a default."""
+    """A whole number from 1 up; if the default is None, the option may be absent."""
 
     default: int | None = None
 
     def check(self, name: str, value: Any, layers: int) -> int:
-        """The number."""
+        """Return the value if it is a whole number from 1 up."""
         if not (is_whole(value) and value >= 1):
             raise refuse(name, value, "use a whole number from 1 up")
         return int(value)
@@ -119,13 +119,13 @@ class Integer(Option):
 
 @dataclass(frozen=True)
 class Count(Option):
-    """A number of heads, for all layers or as a list with one number per layer of the model."""
+    """A number of heads: one for all layers, or a list with one number per layer of the model."""
 
     minimum: int = 1
     required: bool = False
 
     def parse(self, name: str, value: Any, layers: int) -> int | list[int] | None:
-        """The number or the list."""
+        """Return the checked number or list of numbers; None if absent and not required."""
         if value is None and not self.required:
             return None
         listed = isinstance(value, list | tuple)
@@ -138,18 +138,18 @@ class Count(Option):
         return counts if listed else counts[0]
 
     def at(self, value: Any, layer: int) -> int | None:
-        """The layer's number."""
+        """Return the number of heads for one layer."""
         return value[layer] if isinstance(value, list) else value
 
 
 class Layers(Option):
-    """The layers a mechanism works in; all by default."""
+    """Indices of the layers that have the mechanism; all layers if absent."""
 
     def check(self, name: str, value: Any, layers: int) -> list[int]:
-        """The layer indices in ascending order."""
+        """Return the layer indices in ascending order."""
         indices = list(value) if isinstance(value, list | tuple | range) else []
-        inside = all(is_whole(index) and 0 <= index < layers for index in indices)
-        if not indices or not inside or len(set(indices)) < len(indices):
-            wanted = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
-            raise refuse(name, value, wanted)
+        in_range = all(is_whole(index) and 0 <= index < layers for index in indices)
+        if not indices or not in_range or len(set(indices)) < len(indices):
+            allowed = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
+            raise refuse(name, value, allowed)
         return sorted(indices)

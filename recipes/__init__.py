@@ -1,1 +1,1 @@
-"""Training: the recipe schema, the data, the trainer, and the YAML recipes themselves."""
+"""Training: recipe schema, data, trainer, memory estimate, learning-rate sweep, and the YAML recipes."""

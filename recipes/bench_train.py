@@ -1,8 +1,8 @@
-"""Training speed relative to the library's: our trainer and model against transformers' Trainer and the stock model.
+"""Benchmark of training speed: our trainer and model against transformers' Trainer and the stock model.
 
-Both runs have the same shape of model and make their steps in turn, so that other load on the machine affects both;
-the order alternates. The time of a step includes its data and its logging, but no start, checkpoint or result. The
-first steps, which allocate memory, are not counted.
+Both models have the same sizes. The two runs make their steps in turn, in alternating order, so that other load on
+the machine affects both. The time of a step includes its data loading and logging, but no startup, checkpoint or
+saving of the model. The first steps, which allocate memory, are warm-ups and not counted.
 """
 
 import gc
@@ -47,14 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
     "differential": {"differential": {}},
     "gating": {"gating": {}},
 }
-"""Name -> mixers."""
+"""Case name -> `mixers` of the model."""
 
 EndStep = Callable[[], None]
-"""Called by a run at the end of each step; returns when the next step is requested."""
+"""Callback of a run at the end of each step; blocks until the next step is requested."""
 
 
 class SteppedRun:
-    """A run in a thread of its own that works only during `step`, and ends with the block."""
+    """A training run in its own thread that works only during calls of `step`; it ends with the `with` block."""
 
     def __init__(self, run: Callable[[EndStep], object]) -> None:
         self._run = run
@@ -71,7 +71,7 @@ class SteppedRun:
         self._thread.join()
 
     def step(self) -> None:
-        """Make the next step; the first includes the start of the run."""
+        """Run the next training step; the first call includes the startup. Errors of the run are raised here."""
         if self._failure is None:
             self._between_steps()
         if self._failure is not None:
@@ -95,7 +95,10 @@ class SteppedRun:
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
-    """Tokens a second of each case and of the stock run, in each round, and their ratios; by default of all cases."""
+    """Measure tokens per second of each case and of the stock run, per round, and their ratios; return the report.
+
+    `names` are keys of `CASES`; an empty list stands for all cases.
+    """
     for name in names:
         if name not in CASES:
             raise RecipeError(str(unknown("bench train", "case", name, list(CASES))))
@@ -108,7 +111,10 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
             progress("measuring", index, len(names), name)
             ours, stock = partial(_train_ours, recipe, name), partial(_train_stock, recipe, data)
             times = _step_times(ours, stock, WARM_UPS + rounds * steps)
-            speeds[name] = {"mixers": CASES[name], **_compare(*(_speeds(each[WARM_UPS:], steps) for each in times))}
+            speeds[name] = {
+                "mixers": CASES[name],
+                **_compare(*(_speeds(run_times[WARM_UPS:], steps) for run_times in times)),
+            }
             gc.collect()  # a trainer and its model are a reference cycle
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": MICRO_BATCH, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
@@ -117,16 +123,16 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
 
 
 def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None], steps: int) -> list[list[float]]:
-    """Seconds of each step of ours and of the stock run; the first step includes the start."""
+    """Return the seconds of each step of our run and of the stock run; the first step includes the startup."""
     with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
-        found = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
-    return [found["ours"], found["baseline"]]
+        times = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
+    return [times["ours"], times["baseline"]]
 
 
 def _speeds(times: list[float], steps: int) -> list[float]:
-    """Tokens a second in each round."""
+    """Return the tokens per second of each round, given the seconds of each step."""
     rounds = (times[start : start + steps] for start in range(0, len(times), steps))
-    return [steps * SEQUENCES * LENGTH / sum(each) for each in rounds]
+    return [steps * SEQUENCES * LENGTH / sum(round_times) for round_times in rounds]
 
 
 def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
@@ -136,7 +142,10 @@ def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
 
 
 def _recipe(folder: Path, steps: int) -> Recipe:
-    """A token per byte of real text; no evaluation, and no measured step is the last one."""
+    """Return the benchmark's recipe: byte-level tokens of real text, and no evaluation.
+
+    `steps` is one more than the measured steps: the last step, which saves, is not measured.
+    """
     write_tokenizer(folder / "tokenizer")
     batch = SEQUENCES * LENGTH
     return Recipe(
@@ -158,7 +167,7 @@ def _recipe(folder: Path, steps: int) -> Recipe:
 
 
 def _on_new_step(end_step: EndStep) -> Progress:
-    """Progress of a run that calls `end_step` once for each step, although logged steps are reported twice."""
+    """Return a progress callback that calls `end_step` once per step, although logged steps are reported twice."""
     ended = 0
 
     def show(stage: str, done: int, total: int | None, message: str = "") -> None:
@@ -171,14 +180,14 @@ def _on_new_step(end_step: EndStep) -> Progress:
 
 
 def _train_ours(recipe: Recipe, name: str, end_step: EndStep) -> None:
-    """A run from scratch."""
+    """Train the case `name` from scratch with our trainer."""
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
         model = replace(recipe.model, config={**(recipe.model.config or {}), "mixers": CASES[name]})
         train(replace(recipe, output=output, model=model), _on_new_step(end_step))
 
 
 def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
-    """The same by the library's Trainer, with the same arguments, and its model."""
+    """Train the stock Llama with transformers' Trainer and the same arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
@@ -193,7 +202,7 @@ def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
 
 
 def bench_train_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report as a table."""
+    """Format the report of `bench_train` as the lines of a table."""
     lines = [f"{'tokens a second':16}  {'ours':>8}  {'stock':>8}  {'ratio':>6}  lowest to highest"]
     for name, figures in report["tokens_per_second"].items():
         ratios = figures["ratios"]

@@ -1,4 +1,4 @@
-"""Runs a recipe: starts or resumes, trains, stops cleanly, and saves a model that loads without crosshead."""
+"""Run a recipe: start or resume, train, stop cleanly, and save a model that loads without crosshead."""
 
 import json
 import logging
@@ -35,32 +35,34 @@ logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
 ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
-"""An absolute path, at the start of a word or after `=`; the group is its last part."""
+"""Absolute path at the start of a word or after `=`; group 1 is its last component."""
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
-"""Files of the result with content that may contain access tokens."""
+"""Files of the result that may contain access tokens, which are removed."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
 NO_EFFECT_KEYS = {"micro_batch", "checkpoint_activations", "convert"}
-"""Sections, and keys of other sections, that do not change the losses of a run."""
+"""Sections, and keys of other sections, that do not affect the losses of a run. `data` has its own fingerprint."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run."""
+    """State of a run when `train` returns."""
 
     step: int
+    """Number of completed optimizer steps."""
     steps: int
+    """Number of optimizer steps of the whole run."""
     stopped_by: int | None
-    """The signal that stopped the run before its last step."""
+    """Number of the signal that stopped the run before its last step."""
     model: Path | None
-    """The result of a finished run."""
+    """Folder of the trained model; None if the run was stopped."""
     metrics: dict[str, Any]
-    """The last value of each."""
+    """Last value of each metric."""
 
 
 def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
-    """Start the run, or resume it from its newest complete checkpoint."""
+    """Train a recipe: start its run, or resume it from the newest complete checkpoint in `recipe.output`."""
     require_posix("training")
-    arguments = training_arguments(recipe)  # which also join the process group
+    arguments = training_arguments(recipe)  # also joins the process group
     with checkpoints.locked_output(Path(recipe.output)) if is_main_process() else nullcontext():
         return _run(recipe, arguments, progress if is_main_process() else silent)
 
@@ -98,7 +100,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
             callbacks=[on_signal, ReportProgress(progress, recipe.per_step, recipe.objective.unit)],
         )
         with on_signal.listening():
-            # Also from a checkpoint of the last step: each kind of sharding has its own way to load it.
+            # Resume even from a checkpoint of the last step: the Trainer knows how to load each kind of sharding.
             trainer.train(resume_from_checkpoint=str(newest) if newest else None)
         step = trainer.state.global_step
         if step < recipe.steps:
@@ -108,7 +110,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
 
 
 def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
-    """The settings that determine the losses of a run."""
+    """Return the settings that determine the losses of a run, as a flat JSON object."""
     flat: dict[str, Any] = {"data": data.fingerprint, "steps": recipe.steps}
     for section, content in asdict(recipe).items():
         if section in NO_EFFECT:
@@ -121,22 +123,22 @@ def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
 
 
 def initial_weights(recipe: Recipe, model: Any, teacher: Any) -> dict[str, str]:
-    """Which weights the model and the teacher have at the start: a path may name others later."""
+    """Return identities of the initial weights of model and teacher: a path may have other weights later."""
     options = recipe.distillation
     loaded = {"model.path": (recipe.model.path, model)}
     loaded["distillation.teacher"] = (options.teacher if options else None, teacher)
-    found = {
+    identities = {
         f"{checkpoints.WEIGHTS_OF} {key}": weights_identity(name, part.config)
         for key, (name, part) in loaded.items()
         if name is not None
     }
     if options is not None and options.logits is not None and (identity := teacher_of(options.logits)) is not None:
-        found[f"{checkpoints.WEIGHTS_OF} distillation.logits"] = identity
-    return found
+        identities[f"{checkpoints.WEIGHTS_OF} distillation.logits"] = identity
+    return identities
 
 
 def _newest_checkpoint(output: Path) -> Path | None:
-    """The checkpoint to resume from, the same for all processes."""
+    """Return the checkpoint to resume from, or None; raise `RecipeError` if processes find different ones."""
     from accelerate.utils import gather_object
 
     newest = next(iter(checkpoints.checkpoints(output)), None)
@@ -154,7 +156,7 @@ def _samples(recipe: Recipe, data: TrainingData, config: Any) -> Any:
 
 
 def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequence[Path]) -> None:
-    """Write the result next to the checkpoints."""
+    """Save the trained model, the processor and `training.json` into the folder `model` of the output."""
     output = Path(recipe.output)
     partial_model = output / checkpoints.PARTIAL / checkpoints.MODEL
     with checkpoints.writing("the model", output):
@@ -176,16 +178,19 @@ def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequ
 
 
 def published_recipe(recipe: Recipe) -> dict[str, Any]:
-    """A recipe without the folders of absolute paths, and with `./` before copies of Hub datasets."""
+    """Return the recipe as a dictionary for publication: no folders of absolute paths.
+
+    A local copy of a Hub dataset becomes `./name`, so that it is not mistaken for a Hub id.
+    """
     content = asdict(recipe)
     for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
-        if source["kind"] == "hub" and (place := Path(expand_home(source["path"]))).is_dir():
-            source["path"] = f"./{place.name}"
+        if source["kind"] == "hub" and (folder := Path(expand_home(source["path"]))).is_dir():
+            source["path"] = f"./{folder.name}"
     return without_folders(content)
 
 
 def without_folders(value: Any) -> Any:
-    """A recipe with the file names of absolute paths alone, also within commands."""
+    """Replace absolute paths, also within commands, by their last component; recurses into dicts and lists."""
     if isinstance(value, Mapping):
         return {key: without_folders(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Which mechanism works with its defaults on which backbone: every pair is tried with a tiny configuration."""
+"""The table of supported mechanisms per backbone; each pair is tried with a tiny configuration and default options."""
 
 import re
 from typing import Any
@@ -10,18 +10,18 @@ from image_toys import IMAGE_BACKBONES
 
 DIT = "DiT"
 ACTIVE = {"mixture": {"active_heads": 2}}
-"""Options without a default; toys have four heads, two in the first stage of TransNeXt."""
+"""Values of required options. Toys have four heads, two in the first stage of TransNeXt."""
 REASON = re.compile(r"mixers(?:\.\w+)*=.* is not allowed: ([^;]*?)(?:; DiT takes .*| \(layer 0\))?")
-"""A refusal, without the value, the layer and the accepted ones."""
+"""Matches a refusal message; group 1 is the reason without the value, the layer and the accepted values."""
 
 
 def backbones() -> list[str]:
-    """All, by the names of their classes."""
+    """Return the names of all backbones as in their class names."""
     return [*(config.class_prefix.removeprefix("Crosshead") for config in crosshead.FAMILIES), DIT]
 
 
 def build(backbone: str, mechanism: str) -> Any:
-    """A tiny model, or for other backbones than DiT its configuration; `ValueError` if the pair is refused."""
+    """Return a tiny configuration (for DiT a model); raise ValueError if the backbone refuses the mechanism."""
     mixers = {mechanism: ACTIVE.get(mechanism, {})}
     if backbone == DIT:
         import dit_toys
@@ -35,17 +35,17 @@ def build(backbone: str, mechanism: str) -> Any:
 
 
 def refusal(backbone: str, mechanism: str) -> str | None:
-    """The reason why a pair is refused, or None."""
+    """Return the reason why the backbone refuses the mechanism, or None if it is supported."""
     try:
         build(backbone, mechanism)
     except ValueError as error:
-        found = REASON.fullmatch(str(error))
-        return found[1] if found else str(error)
+        match = REASON.fullmatch(str(error))
+        return match[1] if match else str(error)
     return None
 
 
 def support_table() -> str:
-    """Backbones down, mechanisms across; a number stands for one of the reasons below."""
+    """Return the table in Markdown: one row per backbone, one column per mechanism, numbered reasons below."""
     reasons: list[str] = []
     rows: dict[tuple[str, ...], list[str]] = {}
     for backbone in backbones():

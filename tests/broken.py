@@ -1,4 +1,4 @@
-"""Ways to break a checkpoint, and the command line run on it in this process."""
+"""Ways to damage a checkpoint, and helpers that run the command line in this process."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ def nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A command that must fail, and words of its one line."""
+    """A command that must fail with one line that contains `words`, after `damage` to its source."""
 
     words: str
     damage: Callable[[Path], object] = nothing
     command: str = CONVERT
     base: str = "one"
-    """Which of the toys is the source."""
+    """Name of the toy checkpoint that is the source."""
 
 
 def edit_json(folder: Path, file: str, **changes: Any) -> None:
@@ -45,12 +45,12 @@ def edit_json(folder: Path, file: str, **changes: Any) -> None:
 
 
 def config(**changes: Any) -> Callable[[Path], object]:
-    """A configuration with other values."""
+    """Change fields of config.json."""
     return lambda folder: edit_json(folder, "config.json", **changes)
 
 
 def weight_map(**changes: Any) -> Callable[[Path], object]:
-    """An index that puts tensors (dots as two underlines) elsewhere."""
+    """Map tensors to other files in the index; `__` in keywords stands for a dot."""
 
     def damage(folder: Path) -> None:
         files = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -60,23 +60,23 @@ def weight_map(**changes: Any) -> Callable[[Path], object]:
 
 
 def write(file: str, content: str | bytes) -> Callable[[Path], object]:
-    """A file with other content."""
+    """Overwrite a file with the given content."""
     raw = content if isinstance(content, bytes) else content.encode()
     return lambda folder: (folder / file).write_bytes(raw)
 
 
 def remove(*files: str) -> Callable[[Path], object]:
-    """A checkpoint without some files."""
+    """Remove files."""
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
 def cut(file: str, count: int) -> Callable[[Path], object]:
-    """A file that ends too early (a negative count) or where it should not."""
+    """Truncate a file to `count` bytes, or by `-count` bytes if negative."""
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:count])
 
 
 def state(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
-    """Tensors edited in place in their dictionary, and written again."""
+    """Edit the dictionary of tensors in place and save it again."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -87,17 +87,17 @@ def state(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path],
 
 
 def value(name: str, number: float) -> Callable[[Path], object]:
-    """One number inside a tensor."""
+    """Set the last element of a tensor."""
     return state(lambda tensors: tensors[name].view(-1)[-1:].fill_(number))
 
 
 def both(*damages: Callable[[Path], object]) -> Callable[[Path], object]:
-    """One after the other."""
+    """Apply several damages, one after the other."""
     return lambda folder: [damage(folder) for damage in damages]
 
 
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str | list[str]) -> Any:
-    """Exit status, stdout and stderr of the command line."""
+    """Run the command line in this process; return its exit status, stdout and stderr."""
     arguments = command.split() if isinstance(command, str) else command
     monkeypatch.setattr(sys, "argv", ["crosshead", *arguments])
     capfd.readouterr()
@@ -107,24 +107,24 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, comm
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """Every file and folder below, with content, time of writing, and where links lead."""
-    found: dict[str, Any] = {}
-    for place, folders, files in os.walk(folder):
+    """Return path -> (mtime, digest) of every file below a folder; links map to their targets."""
+    entries: dict[str, Any] = {}
+    for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = Path(place, name)
+            path = Path(parent, name)
             key = path.relative_to(folder).as_posix()
             status = path.lstat()
             if path.is_symlink():
-                found[key] = os.readlink(path)
+                entries[key] = os.readlink(path)
             elif path.is_dir():
-                found[key] = "folder"
+                entries[key] = "folder"
             else:
-                found[key] = (status.st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
-    return found
+                entries[key] = (status.st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+    return entries
 
 
 def refused(case: Case, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a case's command in a folder, without the Hub: nothing but its one line may come out."""
+    """Run a case's command offline in a folder; assert that it fails and prints one error line only."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     status, out, err = run(capfd, monkeypatch, case.command)
@@ -137,7 +137,7 @@ def refused(case: Case, folder: Path, capfd: pytest.CaptureFixture[str], monkeyp
 def leaves_nothing(
     case: Case, bases: Path, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run a case on its own copy of a checkpoint: refused, and everything in the folder as it was."""
+    """Run a case on a damaged copy of its checkpoint; assert that it fails and changes no file."""
     shutil.copytree(bases / case.base, folder / "source")
     case.damage(folder / "source")
     before = snapshot(folder)
@@ -147,7 +147,7 @@ def leaves_nothing(
 
 @contextmanager
 def no_hang(seconds: int = 300) -> Iterator[None]:
-    """An error where the block takes so long that it will not end."""
+    """Raise an AssertionError if the block takes longer than a time limit."""
 
     def give_up(*_: object) -> None:
         raise AssertionError(f"no end after {seconds} seconds")

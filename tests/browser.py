@@ -1,4 +1,4 @@
-"""A headless browser, and what a test asks of a page that `crosshead inspect` has written."""
+"""A headless browser, and helpers to query a page written by `crosshead inspect`."""
 
 import shutil
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ SWITCHES = (
 
 @contextmanager
 def running(profile):
-    """A browser with a fresh profile."""
+    """Start a headless browser with a fresh profile; quit it at the end."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for switch in (*SWITCHES, f"--user-data-dir={profile}"):
@@ -38,7 +38,7 @@ def running(profile):
 
 @contextmanager
 def opened(browser, page, width=1280, scheme="light"):
-    """A page, drawn; nothing may have been complained of by the end."""
+    """Open a page and wait until it is drawn; at the end, assert that no error was shown or logged."""
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -51,12 +51,12 @@ def opened(browser, page, width=1280, scheme="light"):
     assert browser.get_log("browser") == []
 
 
-def until(browser, holds):
-    WebDriverWait(browser, 20, poll_frequency=0.02).until(lambda _: holds())
+def until(browser, condition):
+    WebDriverWait(browser, 20, poll_frequency=0.02).until(lambda _: condition())
 
 
 class Page:
-    """What a test asks of the page."""
+    """Queries and inputs for the open page."""
 
     def __init__(self, browser):
         self.browser = browser
@@ -78,10 +78,10 @@ class Page:
         return self.one(f"#{section}-title").text
 
     def rows(self, kind, column=1):
-        """Tokens and weights of a list, as shown."""
-        found = self.all(f"#inspector .column:nth-child({column}) .weights.{kind} tbody tr")
+        """Return (token, displayed weight) for each row of a list of attention weights."""
+        table = self.all(f"#inspector .column:nth-child({column}) .weights.{kind} tbody tr")
         return [
-            (int(row.get_attribute("data-token")), row.find_element(By.CSS_SELECTOR, ".number").text) for row in found
+            (int(row.get_attribute("data-token")), row.find_element(By.CSS_SELECTOR, ".number").text) for row in table
         ]
 
     def option(self, token, column=1):

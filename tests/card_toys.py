@@ -1,4 +1,4 @@
-"""Toy models with records of everything that a card tells."""
+"""Toy models with the records that a model card is made from."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,13 @@ WRITTEN = ROW | {"filter": "strict", "shots": None, "score": 0.25, "standard_err
 
 
 def report(*models: str, compared: bool = False, **changes: Any) -> dict[str, Any]:
-    """What `crosshead eval` writes: the first model is a little worse than the later ones."""
-    found = []
+    """Return a report like those of `crosshead eval`; each model scores 0.01 higher than the one before it."""
+    evaluated = []
     for index, name in enumerate(models):
         rows = [ROW | {"score": ROW["score"] + 0.01 * index}, PROSE, WRITTEN]
-        found.append({"model": name, "parameters": 1, "dtype": "float32", "device": "cpu", "scores": rows})
+        evaluated.append({"model": name, "parameters": 1, "dtype": "float32", "device": "cpu", "scores": rows})
     content: dict[str, Any] = {"suite": {"name": "offline", "source": "crosshead", "missing": ["lost"]}, "limit": None}
-    content |= {"versions": {"lm_eval": "0.4.13"}, "models": found, "confidence": 0.95, "compared": []}
+    content |= {"versions": {"lm_eval": "0.4.13"}, "models": evaluated, "confidence": 0.95, "compared": []}
     if compared:
         change = {key: ROW[key] for key in ("name", "metric", "filter")} | {"scale": "difference", "change": 0.01}
         change |= {"interval": [-0.02, 0.04], "verdict": "unclear"}
@@ -39,13 +39,13 @@ def report(*models: str, compared: bool = False, **changes: Any) -> dict[str, An
 
 
 def write_report(path: Path, *models: str, **options: Any) -> Path:
-    """The same as a file."""
+    """Write `report(*models, **options)` to a JSON file; return its path."""
     path.write_text(json.dumps(report(*models, **options)))
     return path
 
 
 def training(place: str = "") -> dict[str, Any]:
-    """What a run leaves beside its model; its paths lie in `place`."""
+    """Return the training.json of a run, with its paths below `place`."""
     sources = [{"path": "org/text", "kind": "hub", "subset": None}, {"path": f"{place}own.jsonl", "kind": "jsonl"}]
     recipe = {"output": f"{place}run", "model": {"path": f"{place}made"}, "data": {"sources": sources, "length": 64}}
     metrics = {"step": 1200, "loss": 2.5, "eval_loss": 2.625, "drift/knocking": 0.0421}
@@ -53,7 +53,7 @@ def training(place: str = "") -> dict[str, Any]:
 
 
 def converted(folder: Path, mixers: dict[str, Any] | None = None, verify: bool = True, **options: Any) -> Path:
-    """A toy in several shards, made from `source` beside it."""
+    """Convert the toy checkpoint `source` (several shards), a sibling of `folder`, to `folder`; return `folder`."""
     source = folder.parent / "source"
     if not source.exists():
         write_stock(source, shard_size=12_000)

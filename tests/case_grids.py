@@ -1,4 +1,4 @@
-"""How many of the toys' cases the default tier runs: parametrisations by `case`, or by `case` and `backbone`."""
+"""Parametrisations by `case`, or by `case` and `backbone`, that mark most of the toys' cases as slow."""
 
 import pytest
 
@@ -11,21 +11,21 @@ def _tier(default: bool) -> list[pytest.MarkDecorator]:
 
 
 for_each_case_and_backbone = pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
-"""In the default tier each case on one backbone, each backbone at least once."""
+"""Default tier: each case on one backbone, each backbone at least once."""
 
 _ON_SHARED_ROTARY = grid(SHARED_ROTARY_CASES, SHARED_ROTARY, strength=1)
 for_each_case_and_shared_rotary = pytest.mark.parametrize(("case", "backbone"), _ON_SHARED_ROTARY)
 for_each_case_and_decoder = pytest.mark.parametrize(
     ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY]
 )
-"""The same with the decoders whose keys share a part; `toys.mixers_of` has the case."""
+"""All decoders, including those with shared rotary keys (see `toys.mixers_of`). Default tier: each case once."""
 
 _ON_ENCODERS = grid(ENCODER_CASES, ENCODERS, strength=1)
 for_each_case_and_encoder = pytest.mark.parametrize(("case", "backbone"), _ON_ENCODERS)
 for_each_case_and_model = pytest.mark.parametrize(
     ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY, *_ON_ENCODERS]
 )
-"""The same for all decoders and encoders."""
+"""All decoders and encoders (see `toys.mixers_of`). Default tier: each case of each group of backbones once."""
 
 _BACKBONE_OF = dict(zip(COMPOSITIONS, BACKBONES, strict=False))
 
@@ -41,14 +41,14 @@ for_each_mechanism_on_each_decoder = pytest.mark.parametrize(
 for_each_mechanism_on_each_model = pytest.mark.parametrize(
     ("case", "backbone"), [*_EACH_MECHANISM, *_ON_SHARED_ROTARY, *_ON_ENCODERS]
 )
-"""In the default tier each mechanism on each backbone, each composition on one."""
+"""Default tier: each mechanism on each backbone, each composition on one backbone."""
 
 for_compositions = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=_tier(case in COMPOSITIONS)) for case in CASES]
 )
-"""In the default tier the compositions, which hold every mechanism; in the slow tier also each case by itself."""
+"""Default tier: the compositions, which together use every mechanism. Slow tier: also each single mechanism."""
 
 for_one_case = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=_tier(case == "knocking+mixture")) for case in CASES]
 )
-"""In the default tier one composition: for what hardly depends on the mechanism."""
+"""Default tier: one composition, for behaviour that hardly depends on the mechanism."""

@@ -1,6 +1,6 @@
-"""Every command once, in one process, for all tests that look at what commands leave.
+"""Runs every command once, in one process, for all tests that check the outputs of commands.
 
-A token is in the environment and another in the files of two models, so that a test can look for them afterwards.
+One access token is in the environment and another in the files of two models; tests search the outputs for both.
 """
 
 import json
@@ -21,7 +21,7 @@ from toys import stock_model
 ENVIRONMENT, PLANTED = "hf_" + "TheTokenOfWhoeverRunsTheseCommands", "hf_" + "ATokenThatTheSourceWasLeftWithAlas"
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 LEFT_WITH_IT = {*(f"source/{file}" for file in FILES), *(f"ours/{file}" for file in FILES[:2])}
-"""Where the second token is. A tokenizer's are another matter: what it is told becomes part of its vocabulary."""
+"""Files that contain the planted token. Tokenizer files of `ours` do not: their strings would enter the vocabulary."""
 TEXT = "the cat sat on the mat, and the dogs ran down to the river. when it rained, they all came back. "
 MIXERS = {"knocking": {}, "mixture": {"active_heads": 3}}
 RECIPE = """
@@ -83,7 +83,7 @@ reload.subprocess.stop()
 
 @dataclass(frozen=True)
 class Chain:
-    """The folder in which the commands were run, and what they printed."""
+    """The working directory of the commands, and their stdout and stderr."""
 
     folder: Path
     stdout: str
@@ -91,25 +91,25 @@ class Chain:
 
     @property
     def statuses(self) -> dict[str, int]:
-        """The exit status of each command."""
+        """Exit status of each command."""
         return {
-            command: int(re.findall(r"^status (\d+)$", said, re.MULTILINE)[-1])
-            for command, said in _by_command(self.stdout).items()
+            command: int(re.findall(r"^status (\d+)$", text, re.MULTILINE)[-1])
+            for command, text in _by_command(self.stdout).items()
         }
 
-    def said(self, command: str) -> tuple[str, str]:
-        """What one command has printed: on stdout, without its status, and on stderr."""
+    def output(self, command: str) -> tuple[str, str]:
+        """Return stdout (without the status line) and stderr of one command."""
         out = re.sub(r"\nstatus \d+\n\Z", "", _by_command(self.stdout)[command])
         return out, _by_command(self.stderr)[command]
 
 
-def _by_command(said: str) -> dict[str, str]:
-    parts = re.split(r"^\$ (.*)\n", said, flags=re.MULTILINE)
+def _by_command(output: str) -> dict[str, str]:
+    parts = re.split(r"^\$ (.*)\n", output, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def run_chain(folder: Path) -> Chain:
-    """Run all commands in a folder, with a Hub on loopback."""
+    """Run all commands in a folder, with a local test Hub."""
     source = write_scorable(stock_model("Llama", max_position_embeddings=512), folder / "source")
     crosshead.convert(source, folder / "ours", MIXERS, verify=False)
     for name in LEFT_WITH_IT:
@@ -140,8 +140,8 @@ def run_chain(folder: Path) -> Chain:
 
 
 def plant(path: Path) -> None:
-    """As a user might have left a token there: as a value of its own, within another one, and on a line of its own."""
+    """Put the token into a JSON file as a whole value, inside a value, and on a line of a multi-line value."""
     content = json.loads(path.read_text()) if path.exists() else {}
-    content.pop("_from_model_config", None)  # with which unknown fields are lost anyhow
+    content.pop("_from_model_config", None)  # transformers drops unknown fields of configs that have it
     planted = {"use_auth_token": PLANTED, "kept": {"by": "us", "key": f"Bearer {PLANTED}"}, "lines": f"a\n{PLANTED}"}
     path.write_text(json.dumps(content | planted))

@@ -1,8 +1,9 @@
-"""The kernels compiled for an H100, without one: that they can be, and what a program of each takes on the chip.
+"""Compiles the Triton kernels for an H100 without a GPU, and reports the resources of each.
 
 usage: python tests/compile_kernels.py {mixture|token|talking}
 
-Prints a line of JSON per kernel and shape. Needs Triton, and its interpreter off; nothing is run.
+Prints a line of JSON per kernel and shape: shared memory and binary size in bytes. Needs Triton without its
+interpreter; no kernel is run.
 """
 
 import json
@@ -20,35 +21,35 @@ from crosshead.modeling.kernels.routed_triton import attend_chosen
 from crosshead.modeling.kernels.talking_triton import TILES, TalkingCall, attend_in_tiles, fits
 
 TOKENS, PAST, HEADS, GROUPS = 61, 1101, 8, 2
-"""Odd counts, for which the compiler can take nothing for granted."""
+"""Sequence length, cache length, query heads, key/value heads. Odd lengths exclude divisibility optimisations."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""By their bytes."""
+"""Dtype, by its size in bytes."""
 SHAPES = [
     (dtype, features, masked)
     for dtype in DTYPES.values()
     for features, masked in ((64, False), (64, True), (80, True), (128, True), (256, True))
 ]
-"""A mask is the more to fit in; what goes without is tried once."""
+"""Dtype, head size, whether there is a mask. Masked kernels need more memory; unmasked is compiled once per dtype."""
 
 
 class PretendedGPU:
-    """What Triton asks a driver for before it compiles."""
+    """A fake Triton driver with the methods that compilation calls."""
 
     def get_current_target(self) -> GPUTarget:
-        """An H100."""
+        """Return the target of an H100."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return 0, the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Any."""
+        """Return a dummy stream."""
         return 0
 
 
 def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
-    """A text, forward and backward."""
+    """Compile `mixture`'s kernels for a sequence, forward and backward."""
     heads = [torch.zeros(1, n, TOKENS, features, dtype=dtype, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
     chosen = torch.ones(1, TOKENS, HEADS, dtype=torch.bool)
     mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
@@ -57,7 +58,7 @@ def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
 
 
 def token(dtype: torch.dtype, features: int, masked: bool) -> None:
-    """The next token."""
+    """Compile `mixture`'s decoding kernel for a single token."""
     query, past = torch.zeros(1, HEADS, 1, features, dtype=dtype), (1, GROUPS, PAST, features)
     key, value = torch.zeros(past, dtype=dtype), torch.zeros(past, dtype=dtype)
     mask = torch.ones(1, 1, PAST, dtype=torch.bool) if masked else None
@@ -65,12 +66,12 @@ def token(dtype: torch.dtype, features: int, masked: bool) -> None:
 
 
 def talking(heads: int, own: bool, size: int, masked: bool) -> None:
-    """A text, forward; queries and keys may have maps of their own."""
+    """Compile `talking`'s forward kernel for a sequence; `own`: dynamic maps per query and per key."""
     query, key, value = (torch.zeros(1, heads, TOKENS, 128, dtype=DTYPES[size]) for _ in range(3))
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
     maps = torch.zeros(1, TOKENS if own else 1, heads, heads)
-    of_keys = maps if own else None
-    call = TalkingCall(query, key, value, maps, of_keys, maps, of_keys, mask, 0.1, True)
+    key_maps = maps if own else None
+    call = TalkingCall(query, key, value, maps, key_maps, maps, key_maps, mask, 0.1, True)
     if not fits(call):
         raise ValueError(f"no tile fits {heads} heads with own={own} of {size} bytes")
     attend_in_tiles(call)
@@ -84,7 +85,7 @@ CALLS: dict[str, tuple[Callable[..., None], list[tuple[Any, ...]]]] = {
 
 
 def main(name: str) -> None:
-    """Compile what the calls of one mechanism would start."""
+    """Compile all kernels that the calls of one entry of CALLS launch, without running them."""
     driver.set_active(PretendedGPU())
     run, (call, shapes) = JITFunction.run, CALLS[name]
     shape: tuple[Any, ...] = ()

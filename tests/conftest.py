@@ -1,4 +1,4 @@
-"""What every test has."""
+"""Fixtures of every test."""
 
 import subprocess
 
@@ -9,7 +9,7 @@ from warm_reload import WarmProcess
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_process():
-    """Finished folders load in a process that has imported torch and transformers already."""
+    """Run the reload check of conversions in a process that has already imported torch and transformers."""
     from crosshead.conversion.verification import reload
 
     process = WarmProcess()
@@ -21,7 +21,7 @@ def warm_process():
 
 @pytest.fixture(autouse=True)
 def clean_process(request, monkeypatch):
-    """But where the process itself is what is tested."""
+    """Use a real subprocess in tests marked `clean_process`."""
     if request.node.get_closest_marker("clean_process"):
         from crosshead.conversion.verification import reload
 

@@ -1,4 +1,4 @@
-"""What a finished demo leaves."""
+"""Checks of the files that a finished demo writes."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from crosshead.model_cards.published import check_folder
 
 
 def check_made(folder, table, models):
-    """Every model is whole, with its card; the table says what the files say."""
+    """Check that every model is complete with its card and that the table agrees with the files; return its rows."""
     record, scores = (json.loads((folder / name).read_text()) for name in ("demo.json", "scores.json"))
     rows = {row["name"]: row for row in record["models"]}
     for name in models:
@@ -19,9 +19,9 @@ def check_made(folder, table, models):
         assert "README.md" in check_folder(folder / name, TOKEN)
     assert table.splitlines()[-1] == f"crosshead push {Path(folder.name, models[-1])} YOU/MODEL --dry-run"
     assert record["machine"] == machine() | {"threads": record["machine"]["threads"]}
-    assert [row["model"] for row in rows.values()] == [each["model"] for each in scores["models"]]
+    assert [row["model"] for row in rows.values()] == [item["model"] for item in scores["models"]]
     for row, scored in zip(rows.values(), scores["models"], strict=True):
-        assert row["scores"] == {each["name"]: each["score"] for each in scored["scores"]}
+        assert row["scores"] == {item["name"]: item["score"] for item in scored["scores"]}
         assert f"{row['kv_bytes_per_token']:,}" in table
         if row["decoded"]:
             assert row["decoded"]["bytes_per_token"] == row["kv_bytes_per_token"]

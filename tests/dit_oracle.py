@@ -1,6 +1,6 @@
-"""DiT in float64, one token at a time, from the papers: Peebles & Xie 2023, and MoH for the attention.
+"""Reference implementation of DiT in float64, token by token, from the papers (Peebles & Xie 2023; MoH).
 
-It shares no code with modeling/. Sums and norms are written out; weights have the names of diffusers.
+It shares no code with modeling/. Weights have the names of diffusers.
 """
 
 import math
@@ -14,33 +14,35 @@ import oracles
 from oracle_arithmetic import LayerShape, Weights, linear
 
 FREQUENCIES = 256
-"""Of the embedding of a time."""
+"""Features of the sinusoidal timestep embedding."""
 ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "o_proj": "to_out.0", "mixers": "processor.mixers"}
 
 
 def below(weights: Weights, prefix: str) -> dict[str, Tensor]:
-    """The weights of one part, by their names in it."""
-    return {name.removeprefix(f"{prefix}."): each for name, each in weights.items() if name.startswith(f"{prefix}.")}
+    """Return the weights below a prefix, with the prefix removed from their names."""
+    return {
+        name.removeprefix(f"{prefix}."): weight for name, weight in weights.items() if name.startswith(f"{prefix}.")
+    }
 
 
 def norm(vector: Tensor, eps: float) -> Tensor:
-    """LayerNorm without weights."""
+    """Return LayerNorm without affine weights."""
     centred = vector - vector.mean()
     return centred / torch.sqrt((centred * centred).mean() + eps)
 
 
 def silu(vector: Tensor) -> Tensor:
-    """`x sigmoid(x)`."""
+    """Return `x sigmoid(x)`."""
     return vector / (1 + torch.exp(-vector))
 
 
 def gelu(vector: Tensor) -> Tensor:
-    """The approximation by tanh."""
+    """Return the tanh approximation of GELU."""
     return 0.5 * vector * (1 + torch.tanh(math.sqrt(2 / math.pi) * (vector + 0.044715 * vector**3)))
 
 
 def condition(time: int, label: int, weights: Weights) -> Tensor:
-    """The embedding of a time and a class. The library computes the angles of a time in float32."""
+    """Return the embedding of a timestep and a class. Angles are in float32, like in diffusers."""
     half = FREQUENCIES // 2
     angles = time * torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / (half - 1))
     waves = torch.cat([torch.cos(angles), torch.sin(angles)]).double()
@@ -53,12 +55,12 @@ def condition(time: int, label: int, weights: Weights) -> Tensor:
 def attention(
     tokens: Tensor, weights: Weights, heads: int, mixers: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Self-attention (T, hidden) without positions and without a mask, and the routing on the way."""
+    """Return the output of unmasked self-attention without RoPE (T, hidden), and its routing."""
     length, size = tokens.shape[0], tokens.shape[1] // heads
     named = {
-        f"{ours}{name.removeprefix(theirs)}": each
+        f"{ours}{name.removeprefix(theirs)}": weight
         for ours, theirs in ATTENTION.items()
-        for name, each in weights.items()
+        for name, weight in weights.items()
         if name.startswith(f"{theirs}.")
     }
     shape = LayerShape(heads, heads, size, 0, 1e-6, has_qk_norm=False)
@@ -70,7 +72,10 @@ def attention(
 def block(
     tokens: Tensor, time: int, label: int, weights: Weights, heads: int, mixers: Mapping[str, Any], eps: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One block with AdaLN-zero: six vectors from the condition shift, scale and gate both branches."""
+    """Return the output of one AdaLN-zero block, and its routing.
+
+    Six vectors, computed from the condition, shift, scale and gate the attention and the MLP branch.
+    """
     modulation = linear(silu(condition(time, label, below(weights, "norm1.emb"))), weights, "norm1.linear")
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = modulation.split(tokens.shape[1])
     inputs = torch.stack([norm(token, 1e-6) * (1 + scale_1) + shift_1 for token in tokens])
@@ -85,10 +90,10 @@ def block(
 
 
 def position(row: int, column: int, size: int) -> Tensor:
-    """Sines and cosines of the column, then of the row; the library keeps them in float32."""
+    """Return the position embedding: sines and cosines of the column, then of the row, rounded to float32."""
     parts = []
-    for place in (column, row):
-        angles = [place / 10000 ** (4 * i / size) for i in range(size // 4)]
+    for coordinate in (column, row):
+        angles = [coordinate / 10000 ** (4 * i / size) for i in range(size // 4)]
         parts += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
     return torch.tensor(parts, dtype=torch.float64).float().double()
 
@@ -96,7 +101,7 @@ def position(row: int, column: int, size: int) -> Tensor:
 def model(
     image: Tensor, time: int, label: int, weights: Weights, config: Any, mixers: list[Mapping[str, Any]]
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The prediction for one image (channels, size, size), and the routing of each block."""
+    """Return the prediction for one latent (channels, size, size), and the routing of each block."""
     patch, heads = config.patch_size, config.num_attention_heads
     side, size = config.sample_size // patch, heads * config.attention_head_dim
     tokens = []
@@ -109,8 +114,8 @@ def model(
     sequence, routing = torch.stack(tokens), []
     for index in range(config.num_layers):
         part = below(weights, f"transformer_blocks.{index}")
-        sequence, found = block(sequence, time, label, part, heads, mixers[index], config.norm_eps)
-        routing.append(found)
+        sequence, block_routing = block(sequence, time, label, part, heads, mixers[index], config.norm_eps)
+        routing.append(block_routing)
     conditioned = condition(time, label, below(weights, "transformer_blocks.0.norm1.emb"))
     shift, scale = linear(silu(conditioned), weights, "proj_out_1").split(size)
     channels = config.out_channels or config.in_channels

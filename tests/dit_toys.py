@@ -1,4 +1,4 @@
-"""Tiny DiTs, stock and ours, and a tiny pipeline."""
+"""Tiny DiT models, stock and with mechanisms, and a tiny DiTPipeline."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ SIZES: dict[str, Any] = {
 MIXTURE: dict[str, Any] = {"mixture": {"active_heads": 3, "shared_heads": 2}}
 NEUTRAL: dict[str, Any] = {"mixture": {"active_heads": 4, "gate": "binary"}}
 LATENTS = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(3))
-TIMES, LABELS = torch.tensor([3, 700]), torch.tensor([1, 7])  # the second class is the one without a condition
+TIMES, LABELS = torch.tensor([3, 700]), torch.tensor([1, 7])  # class 7 is the unconditional class
 
 
 def stock_dit(**changes: Any) -> DiTTransformer2DModel:
-    """A stock DiT with lopsided weights."""
+    """Return a tiny stock DiT with lopsided weights."""
     return lopsided(DiTTransformer2DModel(**SIZES | changes)).eval()
 
 
 def our_dit(mixers: dict[str, Any], **changes: Any) -> CrossheadDiTTransformer2DModel:
-    """The same with mechanisms."""
+    """Return a tiny crosshead DiT with mechanisms and lopsided weights."""
     return lopsided(CrossheadDiTTransformer2DModel(**SIZES | changes, mixers=mixers)).eval()
 
 
 def pipeline(transformer: DiTTransformer2DModel | None = None) -> DiTPipeline:
-    """A pipeline of random weights, with ImageNet's 1,000 classes, which DiTPipeline takes for granted."""
+    """Return a pipeline of random weights with ImageNet's 1,000 classes, which DiTPipeline hard-codes."""
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
     scheduler = DDIMScheduler(clip_sample=False)
@@ -47,7 +47,7 @@ def pipeline(transformer: DiTTransformer2DModel | None = None) -> DiTPipeline:
 
 
 def samples(made: DiTPipeline, guidance: float = 4.0) -> torch.Tensor:
-    """Images of two classes, drawn with one seed."""
+    """Return images of classes 1 and 5, sampled with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     options = {"num_inference_steps": 3, "guidance_scale": guidance, "output_type": "np"}
     return torch.from_numpy(made([1, 5], generator=generator, **options).images)

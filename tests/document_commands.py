@@ -1,4 +1,4 @@
-"""What documents show, commands and examples, and what stands for their placeholders at toy size."""
+"""Extracts commands and examples from the documents, and replaces their placeholders by toys."""
 
 import re
 import shlex
@@ -15,20 +15,20 @@ from t5_toys import write_t5
 from toy_eval import write_scorable
 
 GENERATED = "model_cards"
-"""Its pages come from code, and have tests of their own."""
+"""Folder of the generated pages, which have their own tests."""
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
 CONTINUED = re.compile(r" *\\\n\s*")
 INLINE = re.compile(r"`(crosshead [^`\n]+)`")
 TOLD = re.compile(r"\s{2,}.*$")
-"""Behind a command, what it does."""
+"""Matches the explanation after a command, separated by two or more spaces."""
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]{2,}(?:\.\w+)?")
 OBSERVED = re.compile(r"--layers auto|--cache|--active|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
-"""In a conversion that reads text: the default text is long."""
+"""Matches options of conversions that read a calibration text; the default text would take long."""
 SERVING = re.compile("--engine|--backend vllm")
-"""Needs a serving engine: `tests/engines/` has those."""
+"""Matches commands that need a serving engine; `tests/engines/` tests them."""
 RESULT = re.compile(r"^runs/\w+/model$")
-"""What a recipe makes; at toy size it lies elsewhere."""
+"""Matches the output model of a recipe; at toy size it is in another folder."""
 PROGRAMS = {"crosshead", "make", "pip", "accelerate", "torchrun", "lm_eval", "python", ".ci/run"}
 GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 4}
 TOYS = {
@@ -37,7 +37,7 @@ TOYS = {
     "experts": ("Qwen3Moe", GROUPED),
     "bert": ("Bert", {}),
 }
-"""Stock models on disk, by folder; `source` has the heads of SmolLM2-135M."""
+"""Stock toys, by folder; `source` has the head counts of SmolLM2-135M."""
 HUB = {
     "HuggingFaceTB/SmolLM2-135M": "source",
     "Qwen/Qwen3-0.6B": "qwen",
@@ -47,7 +47,7 @@ HUB = {
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",
 }
-"""Names on the Hub -> a toy of the same family."""
+"""Model name on the Hub -> folder of a toy of the same family."""
 PLACEHOLDERS = {
     "SOURCE": "source",
     "MODEL": "model",
@@ -70,46 +70,46 @@ PLACEHOLDERS = {
     "OUT.gguf": "out.gguf",
     "quick": "offline",
 }
-"""Words of documents -> what is there at toy size: MODEL was made from SOURCE, and folds; `quick` needs the Hub."""
+"""Word in the documents -> its toy. MODEL is converted from SOURCE and can be folded; `quick` would need the Hub."""
 TEXT = "the cat sat on the mat, and the dogs ran down to the river. when it rained, they all came back. "
 
 
 def documents() -> list[Path]:
-    """Every document that is written by hand."""
+    """Return the paths of all hand-written documents."""
     return [path for path in project_files() if path.suffix == ".md" and path.relative_to(ROOT).parts[0] != GENERATED]
 
 
 def pages() -> list[Path]:
-    """The generated ones."""
+    """Return the paths of the generated pages."""
     return sorted((ROOT / GENERATED).rglob("*.md"))
 
 
 def name_of(document: Path) -> str:
-    """Its path from the root."""
+    """Return the path of a document, relative to the root."""
     return document.relative_to(ROOT).as_posix()
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    """The examples in one language."""
+    """Return the fenced code blocks in one language."""
     return [block for kind, block in FENCED.findall(document.read_text(encoding="utf-8")) if kind == language]
 
 
 def shown(document: Path) -> Iterator[str]:
-    """Each command in the blocks of a document, on one line, without what is said behind it."""
+    """Yield each command in the code blocks of a document as one line, without its explanation."""
     plain = FENCED.sub("", document.read_text(encoding="utf-8"))
     for block in [*blocks(document, "sh"), *INDENTED.findall(plain)]:
         lines = [line.strip() for line in CONTINUED.sub(" ", block).splitlines()]
-        if any(line.split()[0] in PROGRAMS for line in lines):  # another block is no block of commands
+        if any(line.split()[0] in PROGRAMS for line in lines):  # other blocks have no commands
             yield from (TOLD.sub("", line) for line in lines)
 
 
 def mentioned(document: Path) -> list[str]:
-    """Commands of ours within sentences."""
+    """Return the inline `crosshead ...` commands in the sentences of a document."""
     return INLINE.findall(INDENTED.sub("", FENCED.sub("", document.read_text(encoding="utf-8"))))
 
 
 def ours(command: str) -> list[str] | None:
-    """The words that reach our command line: of the command itself, or of what a launcher starts."""
+    """Return the arguments of `crosshead`, called directly or through a launcher; None for other commands."""
     words = shlex.split(command)
     if words[0] == "crosshead":
         return words[1:]
@@ -117,23 +117,23 @@ def ours(command: str) -> list[str] | None:
 
 
 def at_toy_size(words: list[str]) -> list[str]:
-    """The words with toys in place of what they name; ValueError where a placeholder is not known."""
-    found = [PLACEHOLDERS.get(word, RESULT.sub("model", word)) for word in map(with_toys, words)]
-    for word in found:
+    """Return the arguments with toys for placeholders; raise ValueError for an unknown placeholder."""
+    arguments = [PLACEHOLDERS.get(word, RESULT.sub("model", word)) for word in map(with_toys, words)]
+    for word in arguments:
         if PLACEHOLDER.fullmatch(word):
             raise ValueError(f"{' '.join(words)}: nothing is known for {word}")
-    return found + smaller(found)
+    return arguments + smaller(arguments)
 
 
 def with_toys(text: str) -> str:
-    """A text that names no model on the Hub."""
+    """Return the text with the model names of the Hub replaced by toys."""
     for name, toy in HUB.items():
         text = text.replace(name, toy)
     return text
 
 
 def smaller(words: list[str]) -> list[str]:
-    """What makes a command quick without making it another one."""
+    """Return extra options that make a command quick without changing what it does."""
     command, rest = words[0], words[1:]
     if command in ("convert", "fold"):
         reads = OBSERVED.search(" ".join(rest)) and "--calibration" not in rest
@@ -149,7 +149,7 @@ def smaller(words: list[str]) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """Toy models, a text and recipes, where commands are run."""
+    """Create the toy models, texts, images and recipes in the working directory of the commands."""
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it

@@ -1,4 +1,4 @@
-"""Folders with toy encoders."""
+"""Toy encoder checkpoints on disk."""
 
 import transformers
 from tokenizers.processors import TemplateProcessing
@@ -11,7 +11,7 @@ WORDS = " ".join(f"w{3 + 7 * index % 58}" for index in range(4000))
 
 
 def write_encoder(folder, backbone="Bert", task="ForMaskedLM", **changes):
-    """A stock encoder with a tokenizer that puts w1 before and w2 after a text."""
+    """Save a stock encoder with a tokenizer that adds w1 before and w2 after a text; return its folder."""
     config = toys.stock_config(backbone, **changes)
     model = toys.lopsided(getattr(transformers, f"{backbone}{task}")(config))
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Random calls of attention to component heads, the oracle's outputs, and plain attention's to the combined heads."""
+"""Random `explicit` attention calls over component heads, with the oracle and with eager attention as references."""
 
 import math
 import random
@@ -18,7 +18,7 @@ MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
 
 @dataclass
 class Components:
-    """Heads (B, heads, S, d), and the scalars (h, heads / groups) that combine them; None for heads as they are."""
+    """Component heads (B, heads, S, d) and the scalars (h, heads / groups) that combine them, or None."""
 
     heads: torch.Tensor
     scalars: torch.Tensor | None
@@ -43,39 +43,39 @@ class Case:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What gradients are wanted of."""
-        found = [self.query, self.keys.heads, self.values.heads, self.keys.scalars, self.values.scalars, self.scale]
-        return [x for x in found if x is not None]
+        """Tensors whose gradients are compared."""
+        leaves = [self.query, self.keys.heads, self.values.heads, self.keys.scalars, self.values.scalars, self.scale]
+        return [x for x in leaves if x is not None]
 
     def ours(self, dtype: torch.dtype = torch.float64, attend: Attend = explicit_attention_forward) -> torch.Tensor:
-        """(B, T, H, d)."""
+        """Return the output of the function under test (B, T, H, d)."""
 
-        def of(x: Any) -> Any:
+        def cast(x: Any) -> Any:
             return x if x is None or x.dtype == torch.bool else x.to(dtype)
 
-        mask = of(self.mask)
+        mask = cast(self.mask)
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.clamp_min(torch.finfo(dtype).min)  # as the library makes masks
+            mask = mask.clamp_min(torch.finfo(dtype).min)  # like transformers' additive masks
         scale = None if self.scale is None else self.scale.squeeze(2).to(torch.promote_types(dtype, torch.float32))
-        maps = {"key_map": of(self.keys.scalars), "value_map": of(self.values.scalars), "key_scale": scale}
-        heads = of(self.query), of(self.keys.heads), of(self.values.heads)
+        maps = {"key_map": cast(self.keys.scalars), "value_map": cast(self.values.scalars), "key_scale": scale}
+        heads = cast(self.query), cast(self.keys.heads), cast(self.values.heads)
         return attend(None, *heads, mask, scaling=1.0, implementation="sdpa", **maps)[0]
 
     @property
     def combined(self) -> int:
-        """Combined heads."""
+        """Number of combined key/value heads."""
         return len(self.keys.heads[0]) if self.keys.scalars is None else len(self.keys.scalars)
 
     def truth(self) -> torch.Tensor:
-        """The oracle's, token by token."""
+        """Return the output of the oracle (B, T, H, d), computed token by token."""
         return torch.stack([self._sequence(row) for row in range(len(self.query))])
 
     def _sequence(self, row: int) -> torch.Tensor:
         sides = []
         for side in (self.keys, self.values):
-            seen = [[head[s] for head in side.heads[row]] for s in range(side.heads.shape[2])]
+            tokens = [[head[s] for head in side.heads[row]] for s in range(side.heads.shape[2])]
             sides.append(
-                [token if side.scalars is None else oracle_arithmetic.combine(token, side.matrix) for token in seen]
+                [token if side.scalars is None else oracle_arithmetic.combine(token, side.matrix) for token in tokens]
             )
         if self.scale is not None:
             sides[0] = [[self.scale[row, i, 0, s] * k for i, k in enumerate(t)] for s, t in enumerate(sides[0])]
@@ -89,7 +89,7 @@ class Case:
         return torch.stack(outputs).unflatten(0, (-1, self.query.shape[1]))
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
-        """Combined, then eager attention, in a dtype."""
+        """Return eager attention over the combined heads (B, T, H, d) in a dtype."""
         key, value = (
             x.heads.to(dtype)
             if x.scalars is None
@@ -102,7 +102,7 @@ class Case:
 
 
 def visible(kind: str, batch: int, length: int, keys: int) -> torch.Tensor:
-    """(B, T, S), True where a query may look: the last queries of a text, padded, packed, or in a longer buffer."""
+    """Return which keys the last queries of a text may attend to (B, T, S), for a kind of MASKS."""
     filled = keys - (keys // 3 if kind == "future" and keys - keys // 3 >= length else 0)
     position = torch.arange(filled - length, filled)[:, None]
     allowed = (torch.arange(keys) <= position).expand(batch, -1, -1).clone()
@@ -119,10 +119,10 @@ def visible(kind: str, batch: int, length: int, keys: int) -> torch.Tensor:
 
 
 def make(seed: int) -> Case:
-    """Everything drawn from a seed."""
+    """Return a random case, determined by a seed."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     groups = draw.choice((1, 1, 2, 3))
-    batch, most, shared, size = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), draw.choice((1, 3, 8))
+    batch, full, shared, size = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), draw.choice((1, 3, 8))
     length, kind = draw.choice((1, 1, 1, 2, 3)), draw.choice(MASKS)
     keys = length + draw.choice((0, 1, 2, 5, 9, 16))
 
@@ -130,16 +130,16 @@ def make(seed: int) -> Case:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
     def side(combined: bool) -> Components:
-        heads = groups * (draw.randint(1, most) if combined else most)
-        scalars = normal(groups * most, heads // groups) if combined else None
+        heads = groups * (draw.randint(1, full) if combined else full)
+        scalars = normal(groups * full, heads // groups) if combined else None
         if draw.random() < 0.5:
             return Components(normal(batch, heads, keys, size), scalars)
-        wide = normal(batch, keys, heads * size + 2)[..., :-2]  # as one wide head with numbers beside
+        wide = normal(batch, keys, heads * size + 2)[..., :-2]  # strided: a slice of a wider tensor
         return Components(wide.unflatten(-1, (heads, size)).transpose(1, 2), scalars)
 
     on = draw.choice(((True, True), (True, True), (True, False), (False, True)))
     sides = [side(combined) for combined in on]
-    scale = normal(batch, groups * most, 1, keys).abs() + 0.1 if draw.random() < 0.4 else None
+    scale = normal(batch, groups * full, 1, keys).abs() + 0.1 if draw.random() < 0.4 else None
     kind = kind if length == 1 or kind != "none" else "window"
     allowed = visible(kind, batch, length, keys)
     mask: torch.Tensor | None = allowed[:, None]
@@ -148,5 +148,5 @@ def make(seed: int) -> Case:
     elif draw.random() < 0.5:
         hidden = -math.inf if allowed.any(-1).all() and draw.random() < 0.5 else torch.finfo(torch.float64).min
         mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, hidden)[:, None]
-    query = 2 * normal(batch, groups * most * shared, length, size)
+    query = 2 * normal(batch, groups * full * shared, length, size)
     return Case(query, *sides, scale, allowed, mask)

@@ -1,4 +1,4 @@
-"""Toy tokenizers of the kinds that a GGUF file can hold."""
+"""Toy tokenizers of the types that a GGUF file supports."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from toy_checkpoints import CHARACTERS, write_model
 
 MIXERS = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 VOCABULARY = 320
-"""Rows of an embedding: more than the tokens of any toy."""
+"""Rows of the embedding: more than any toy tokenizer has tokens."""
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -23,12 +23,12 @@ MERGES = [("l", "o"), ("lo", "w"), ("e", "r"), ("1", "2"), ("12", "3"), ("t", "h
 
 
 def byte_level(split: str | None) -> Any:
-    """The pre-tokeniser after a split."""
+    """Return the byte-level pre-tokenizer, without its own regex if `split` has done the splitting."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
 
 
 def split_before(pattern: str) -> Any:
-    """As in Llama 3 and Qwen2."""
+    """Return a pre-tokenizer that splits by a regex before bytes, like Llama 3 and Qwen2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level(pattern)])
 
 
@@ -38,11 +38,11 @@ PRE: dict[str, Any] = {
     "llama-bpe": split_before(LLAMA3),
     "qwen2": split_before(QWEN2),
 }
-"""By the name in GGUF."""
+"""Pre-tokenizers, by GGUF's `tokenizer.ggml.pre` name."""
 
 
 def bpe(pre: str = "gpt-2", **settings: Any) -> Any:
-    """Byte-level BPE with all bytes, few merges and two special tokens."""
+    """Return byte-level BPE with all bytes, a few merges and two special tokens."""
     words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges = [*MERGES, ("\u0120", "low"), ("\u0120", "1"), ("\u0120", "\u0120"), ("\u010a", "\u010a")]
     words += ["".join(pair) for pair in merges]
@@ -55,7 +55,7 @@ def bpe(pre: str = "gpt-2", **settings: Any) -> Any:
 
 
 def characters() -> Any:
-    """Byte-level BPE without merges: the ids of `character_tokenizer`."""
+    """Return byte-level BPE without merges, with the same ids as `character_tokenizer`."""
     spelled = {" ": "\u0120", "\n": "\u010a"}
     words = ["<unknown>", *(spelled.get(character, character) for character in CHARACTERS[:60])]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
@@ -64,7 +64,7 @@ def characters() -> Any:
 
 
 def sentencepiece(prefix: str = "Metaspace", **settings: Any) -> Any:
-    """BPE with a fallback to bytes, whose spaces are U+2581: by a pre-tokeniser, or by normalisers."""
+    """Return BPE with byte fallback and U+2581 for spaces, set by a pre-tokenizer or by normalizers."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     merges = [*MERGES, (SPACE, "low"), (SPACE, "t"), (SPACE, "the")]
     results = ["".join(pair) for pair in merges]
@@ -85,7 +85,7 @@ def _finished(tokenizer: Tokenizer, **settings: Any) -> Any:
 
 
 def write_mixed(folder: Path, backbone: str = "Llama", tokenizer: Any = None, **changes: Any) -> Path:
-    """A model of ours with a linear map on queries, keys and values, and a tokenizer that a GGUF file can hold."""
+    """Save a crosshead model with linear `knocking` maps and a tokenizer that GGUF supports; return its folder."""
     changes = {"vocab_size": VOCABULARY} | ({"norm_topk_prob": True} if backbone == "Qwen3Moe" else {}) | changes
     dtype = changes.pop("dtype", None)
     model = toys.mixed_model(backbone, MIXERS, **changes)
@@ -95,6 +95,6 @@ def write_mixed(folder: Path, backbone: str = "Llama", tokenizer: Any = None, **
 
 
 def edit_tokenizer(folder: Path, **changes: Any) -> None:
-    """Replace parts of tokenizer.json."""
+    """Replace top-level fields of tokenizer.json."""
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")

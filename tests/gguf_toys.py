@@ -1,4 +1,4 @@
-"""Toy GGUF files: a stock model written as llama.cpp's converter writes it, with names from the `gguf` package."""
+"""Toy GGUF files of stock models, laid out like llama.cpp's converter does, with names from the `gguf` package."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ import torch
 import toys
 
 ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3moe"}
-"""By backbone."""
+"""GGUF architecture name, by backbone."""
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
-"""Multiples of the blocks in which numbers are quantised."""
+"""Sizes that are multiples of the quantisation blocks."""
 TOKENS = ["<|endoftext|>", "a", "b", "c", "Ġ", "ab", *(chr(code) for code in range(ord("d"), ord("z") + 1))]
 TOKENS += [f"<|{index}|>" for index in range(toys.SIZES["vocab_size"] - len(TOKENS))]
 CONTROL, NORMAL = 3, 1
@@ -29,7 +29,7 @@ TOKENIZER: dict[str, Any] = {
 
 
 def model(backbone: str, **changes: Any) -> Any:
-    """A stock toy model whose matrices can be quantised."""
+    """Return a tiny stock model whose matrices can be quantised."""
     sizes = SIZES | ({"head_dim": 32} if backbone.startswith("Qwen3") else {}) | changes
     if backbone != "Qwen3Moe":
         del sizes["moe_intermediate_size"]
@@ -37,7 +37,7 @@ def model(backbone: str, **changes: Any) -> Any:
 
 
 def stock_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The model's weights under the names of stock checkpoints: one tensor per expert, none for a tied head."""
+    """Return the weights by stock checkpoint names: one tensor per expert, no lm_head if it is tied."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name.endswith("experts.gate_up_proj"):
@@ -53,7 +53,7 @@ def stock_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """The same under GGUF's names: experts stacked, rows of Llama's queries and keys in pairs."""
+    """Return the weights by GGUF names: experts stacked, Llama's q and k rows permuted into RoPE pairs."""
     config = model.config
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -75,7 +75,7 @@ def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
 
 
 def metadata(model: Any, architecture: str) -> dict[str, Any]:
-    """What llama.cpp's converter says of a model."""
+    """Return the metadata that llama.cpp's converter writes for a model."""
     config = model.config
     facts = {
         "context_length": config.max_position_embeddings,
@@ -98,7 +98,7 @@ def metadata(model: Any, architecture: str) -> dict[str, Any]:
 
 
 def quantised(values: np.ndarray, form: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Numbers in a format; of those that the package can only unpack, random blocks with a modest scale."""
+    """Return values in a GGUF format; random blocks for Q6_K, which the `gguf` package cannot quantise."""
     if form == gguf.GGMLQuantizationType.Q6_K:
         block, size = gguf.GGML_QUANT_SIZES[form]
         blocks = np.random.default_rng(0).integers(0, 256, (values.size // block, size), dtype=np.uint8)
@@ -114,7 +114,7 @@ def write(
     architecture: str,
     formats: dict[str, str] | None = None,
 ) -> Path:
-    """One file; `formats` says for the end of a name how the matrix is stored, the last match counting."""
+    """Write one GGUF file. `formats` maps name suffixes to the format of matrices; the last match counts."""
     path.parent.mkdir(exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in facts.items():
@@ -132,7 +132,7 @@ def write(
 
 
 def write_model(path: Path, model: Any, backbone: str, formats: dict[str, str] | None = None, **facts: Any) -> Path:
-    """A whole model; `facts` add to the metadata."""
+    """Write a model as a GGUF file; `facts` override its metadata."""
     architecture = ARCHITECTURES[backbone]
-    said = metadata(model, architecture) | facts
-    return write(path, gguf_tensors(model, architecture), said, architecture, formats)
+    fields = metadata(model, architecture) | facts
+    return write(path, gguf_tensors(model, architecture), fields, architecture, formats)

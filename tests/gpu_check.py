@@ -1,15 +1,15 @@
-"""The checks that need a GPU, in two calls of at most 8 minutes each, and a measurement of a minute.
+"""The checks that need a GPU: two commands of at most 8 minutes each, and a measurement of one minute.
 
 usage: python tests/gpu_check.py correct OUT.json
        python tests/gpu_check.py speed OUT.json
        python tests/gpu_check.py conversion OUT.json
 
 `correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache,
-conversions with `--device cuda` compared with those on the CPU, and random calls of every registered function, by
-Triton where there are kernels, compared with float64; in several processes, as compilation takes most of the time.
+conversions with `--device cuda` compared with the CPU, and random calls of every registered attention function (its
+Triton kernel if it has one) compared with float64. Runs in several processes, as compilation takes most of the time.
 `speed`: times, memory and launches (`tests/gpu_speed.py`).
-`conversion`: the measurement, how long a model of a billion random parameters takes to convert to 75% of its heads.
-Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it says so and exits with 0.
+`conversion`: seconds to convert a model of a billion random parameters to 75% of its heads.
+Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it exits with 0.
 """
 
 import json
@@ -35,7 +35,7 @@ from toy_checkpoints import write_stock
 from toys import BACKBONES, CASES, mixed_model, tokens
 
 CALLS, SEEDS, LONGEST = 8, 6, 700
-"""Random calls of each function and dtype for one seed, seeds, and the longest text."""
+"""Random calls per function, dtype and seed; number of seeds; maximum sequence length."""
 MOST_PROCESSES = 14
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 BILLION = {
@@ -55,46 +55,46 @@ Check = tuple[str, Callable[[], bool]]
 
 
 def backends(case: str) -> list[str]:
-    """The backends that can run a case here, beside eager."""
+    """Return the attention backends that support a case, besides eager."""
     if "talking" in case:
         return ["sdpa", "crosshead_talking_triton"]
-    found = ["sdpa", "flex_attention", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
-    return [*found, "crosshead_mixture_triton"] if "mixture" in case else found
+    names = ["sdpa", "flex_attention", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
+    return [*names, "crosshead_mixture_triton"] if "mixture" in case else names
 
 
 def logits(backbone: str, case: str, backend: str, dtype: torch.dtype) -> torch.Tensor:
-    """Logits of a padded batch's real tokens, in float32 on the CPU."""
+    """Return the logits of a padded batch's real tokens, computed on the GPU, in float32 on the CPU."""
     model = mixed_model(backbone, CASES[case], backend=backend, **SIZES).to("cuda", dtype)
     with torch.no_grad():
-        found = model(tokens(2, 32).cuda(), attention_mask=PADDED.cuda()).logits
-    return found[PADDED.bool().cuda()].float().cpu()
+        output = model(tokens(2, 32).cuda(), attention_mask=PADDED.cuda()).logits
+    return output[PADDED.bool().cuda()].float().cpu()
 
 
-def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """No NaN, and close: every token in float32, most in bfloat16, whose rounding sends some to other heads."""
-    errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+def agree(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits are finite and close: all tokens in float32; the median in bfloat16, where routes may differ."""
+    errors = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     error = errors.max() < 2e-3 if dtype == torch.float32 else errors.median() < 6e-2
-    return bool(found.isfinite().all() and error)
+    return bool(result.isfinite().all() and error)
 
 
 def forwards(backbone: str, case: str) -> Iterator[Check]:
-    """Every backend and dtype against eager attention in float32 on the CPU."""
+    """Yield checks of every backend and dtype against eager attention in float32 on the CPU."""
     model = mixed_model(backbone, CASES[case], **SIZES)
     with torch.no_grad():
-        wanted = model(tokens(2, 32), attention_mask=PADDED).logits[PADDED.bool()]
+        expected = model(tokens(2, 32), attention_mask=PADDED).logits[PADDED.bool()]
     for backend in ("eager", *backends(case)):
         for dtype in (torch.float32, torch.bfloat16):
             if dtype == torch.float32 and backend == "flash_attention_2":
                 continue
 
             def check(backend: str = backend, dtype: torch.dtype = dtype) -> bool:
-                return agree(logits(backbone, case, backend, dtype), wanted, dtype)
+                return agree(logits(backbone, case, backend, dtype), expected, dtype)
 
             yield f"{backend} {str(dtype).removeprefix('torch.')}", check
 
 
 def trains(backbone: str, case: str) -> bool:
-    """A step in bf16 gives every parameter a finite gradient."""
+    """Whether a training step in bfloat16 gives every parameter a finite gradient."""
     model = mixed_model(backbone, CASES[case], backend=None, **SIZES).to("cuda", torch.bfloat16).train()
     ids = tokens(2, 32).cuda()
     model(ids, attention_mask=PADDED.cuda(), labels=ids.masked_fill(PADDED.cuda() == 0, -100)).loss.backward()
@@ -102,7 +102,7 @@ def trains(backbone: str, case: str) -> bool:
 
 
 def decodes(backbone: str, case: str) -> bool:
-    """Compiled decoding with a static cache gives the tokens of plain greedy decoding."""
+    """Whether compiled decoding with a static cache gives the tokens of plain greedy decoding."""
     model = mixed_model(backbone, CASES[case], backend=None, **SIZES).cuda()
     ids, options = tokens(2, 9).cuda(), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     static = StaticCache(config=model.config, max_cache_len=32)
@@ -110,16 +110,16 @@ def decodes(backbone: str, case: str) -> bool:
 
 
 def check_model(backbone: str, case: str) -> dict[str, str]:
-    """Outcomes by name for one model."""
+    """Run all checks of one model; return outcomes by name."""
     checks = [*forwards(backbone, case), ("train", partial(trains, backbone, case))]
     checks.append(("static decoding", partial(decodes, backbone, case)))
     return {f"{backbone} {case} {name}": outcome(check) for name, check in checks}
 
 
 def converts(backbone: str) -> bool:
-    """A conversion that is calibrated on the GPU is as near to its source as the one on the CPU.
+    """Whether a conversion calibrated on the GPU is as close to its source as one on the CPU.
 
-    Their tensors are not equal: the fits are so ill-conditioned that rounding changes logits by some percent.
+    Compares KL divergences, not tensors: the fits are so ill-conditioned that rounding changes logits by some percent.
     """
     mixers = {"explicit": {"key_heads": 3, "value_heads": 2}, "mixture": {"active_heads": 6}}
     divergences = []
@@ -137,12 +137,12 @@ def converts(backbone: str) -> bool:
 
 
 def check_conversion(backbone: str) -> dict[str, str]:
-    """The outcome for one backbone."""
+    """Run the conversion check of one backbone; return its outcome by name."""
     return {f"{backbone} conversion": outcome(partial(converts, backbone))}
 
 
 def check_calls(mechanism: str, dtype: torch.dtype, seed: int) -> dict[str, str]:
-    """The outcome of random calls of one function."""
+    """Check random calls of one attention function; return the outcome by name."""
     name = f"random calls {mechanism} {str(dtype).removeprefix('torch.')} {seed}"
     errors: list[float] = []
 
@@ -151,13 +151,13 @@ def check_calls(mechanism: str, dtype: torch.dtype, seed: int) -> dict[str, str]
         errors.append(worst)
         return holds
 
-    found = outcome(holds)
+    result = outcome(holds)
     torch.cuda.empty_cache()  # for the other processes
-    return {name: f"{found}: {errors[0]:.2e}" if errors else found}
+    return {name: f"{result}: {errors[0]:.2e}" if errors else result}
 
 
 def outcome(check: Callable[[], bool]) -> str:
-    """ "ok", or what is wrong."""
+    """Run a check; return "ok", "DIFFERS" or the error."""
     try:
         return "ok" if check() else "DIFFERS"
     except Exception as error:
@@ -165,7 +165,7 @@ def outcome(check: Callable[[], bool]) -> str:
 
 
 def correct() -> dict[str, Any]:
-    """Run every check of the functions and of the models: outcomes by name."""
+    """Run every check of `correct` in a process pool; return outcomes by name."""
     outcomes: dict[str, str] = {}
     processes = min(MOST_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, get_context("spawn"), one_thread) as pool:
@@ -175,13 +175,13 @@ def correct() -> dict[str, Any]:
         waiting += [pool.submit(check_conversion, backbone) for backbone in BACKBONES]
         for done in as_completed(waiting):
             outcomes |= done.result()
-            for name, found in done.result().items():
-                print(f"{name:64} {found}", flush=True)
+            for name, result in done.result().items():
+                print(f"{name:64} {result}", flush=True)
     return dict(sorted(outcomes.items()))
 
 
 def conversion(device: str = "cuda") -> dict[str, float]:
-    """Seconds that a conversion of a large model takes, with its calibration, but without verification."""
+    """Return the seconds that a conversion of a large model takes, with calibration, without verification."""
     with tempfile.TemporaryDirectory() as scratch:
         source = write_stock(Path(scratch, "source"), dtype=torch.bfloat16, **BILLION)
         started = time.perf_counter()
@@ -192,29 +192,29 @@ def conversion(device: str = "cuda") -> dict[str, float]:
 
 
 def one_thread() -> None:
-    """Prepare a process of several: no threads beside it, products in full float32."""
+    """Initialise a worker process: one thread, matmuls in full float32."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def main(what: str, out: Path) -> int:
-    """Run one of the three; whether something failed decides the exit status."""
+    """Run one of the three commands and write its figures; return 1 if a check failed, else 0."""
     if not torch.cuda.is_available():
         print("no CUDA device: nothing checked")
         return 0
     torch.backends.cuda.matmul.allow_tf32 = False
     if what == "correct":
-        found = correct()
-        failed = [name for name, outcome in found.items() if not outcome.startswith("ok")]
+        figures = correct()
+        failed = [name for name, outcome in figures.items() if not outcome.startswith("ok")]
     elif what == "conversion":
-        found, failed = conversion(), []
+        figures, failed = conversion(), []
     else:
         from gpu_speed import speed
 
-        found, failed = speed()
+        figures, failed = speed()
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    out.write_text(json.dumps({"machine": machine, what: found}, indent=2) + "\n", encoding="utf-8")
+    out.write_text(json.dumps({"machine": machine, what: figures}, indent=2) + "\n", encoding="utf-8")
     print(*failed, f"{machine['device']}, torch {machine['torch']}: {len(failed)} failed", sep="\n")
     return 1 if failed else 0
 

@@ -1,8 +1,8 @@
-"""Times, memory and launches of our attention functions on a GPU, compared with their baselines.
+"""Times, memory and kernel launches of crosshead's attention functions on a GPU, compared with their baselines.
 
-Every case of `crosshead bench` with a target on a GPU, and all of `talking`, in turn with its baseline: as called,
-which is the time of a loop of calls; and the cases of attention alone by the GPU's own clock once the work is queued,
-which is the time of the kernels. `tests/gpu_check.py speed` runs this.
+Measures every case of `crosshead bench` that has a target on a GPU, and all cases of `talking`, alternating with the
+baseline: as called (the time of a loop of calls, launches included), and for cases of attention alone also the time
+of the queued kernels by the GPU's clock. `tests/gpu_check.py speed` runs this.
 """
 
 import gc
@@ -22,30 +22,30 @@ from random_calls import attend
 
 ROUNDS = 5
 MOST_SECONDS = 420
-"""After which no further case begins."""
+"""Time limit in seconds, after which no further case is started."""
 LONGER = 8192
 LEAD = 20_000_000
-"""Cycles that the GPU waits, so that work is handed over before it begins: some 10 ms."""
+"""Cycles that the GPU sleeps (about 10 ms), so that all kernels are queued before the first one starts."""
 
 
 def cases() -> list[Case]:
-    """Those with a target, mixture's at the greater length too, and talking's."""
-    wanted = [case for case in (*ATTENTION, *DECODE) if "cuda" in case.targets]
+    """Return the cases with a target on a GPU, `mixture` also at the longer length, and all cases of `talking`."""
+    with_target = [case for case in (*ATTENTION, *DECODE) if "cuda" in case.targets]
     longer = [
         replace(
             case,
             name=case.name.replace("4096", str(LONGER)),
             description=case.description.replace("4096", str(LONGER)),
         )
-        for case in wanted
+        for case in with_target
         if case in MIXTURE and case.name.endswith("4096")
     ]
     longer = [replace(case, shape=dict(case.shape) | {"tokens": LONGER}) for case in longer]
-    return list({case.name: case for case in (*wanted, *longer, *TALKING)}.values())
+    return list({case.name: case for case in (*with_target, *longer, *TALKING)}.values())
 
 
 def by_the_gpu(run: Run) -> Reading:
-    """A run's seconds by the GPU's clock; as long as the work is handed over sooner than it waits."""
+    """Return a reading of a run's seconds by CUDA events; valid if the run is queued while the GPU sleeps."""
     run()
 
     def read() -> float:
@@ -62,7 +62,7 @@ def by_the_gpu(run: Run) -> Reading:
 
 
 def queued(figures: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
-    """A timed case of attention alone once more, by the GPU's clock."""
+    """Measure a case of attention alone again by the GPU's clock; return the updated figures."""
     with on_device("cuda"):
         ours, baseline = (by_the_gpu(side) for side in case.pair())
         figures = figures | in_turn(ours, baseline, rounds)
@@ -71,7 +71,7 @@ def queued(figures: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
 
 
 def launches() -> dict[str, int]:
-    """Kernels that one layer of `talking` starts at batch 8, 32 heads, 2,048 tokens, forward and backward."""
+    """Return the kernel launches of one `talking` layer, batch 8, 32 heads, 2,048 tokens, forward and backward."""
     heads = [torch.randn(8, 32, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     maps = [torch.eye(32, device="cuda")[None, None].requires_grad_() for _ in range(2)]
     head_maps = HeadMaps(maps[0], None, maps[1], None)
@@ -88,7 +88,7 @@ def launches() -> dict[str, int]:
 
 
 def speed(rounds: int = ROUNDS) -> tuple[dict[str, Any], list[str]]:
-    """Measure and print; the figures, and the cases that failed."""
+    """Measure all cases and print them; return the figures, and the cases that failed."""
     called: dict[str, Any] = {"device": "cuda", "cases": {}, "machine": machine()}
     by_its_clock: dict[str, Any] = {"device": "cuda, queued", "cases": {}, "machine": machine()}
     failed: list[str] = []
@@ -96,7 +96,7 @@ def speed(rounds: int = ROUNDS) -> tuple[dict[str, Any], list[str]]:
     for case in cases():
         try:
             if time.monotonic() - start > MOST_SECONDS:
-                raise TimeoutError("there was no time for it")
+                raise TimeoutError("not run: time limit reached")
             figures = called["cases"][case.name] = measure_case(case, rounds, "cuda", lambda: None)
             if case.measured == TIME and "hidden_size" not in case.shape:
                 by_its_clock["cases"][case.name] = queued(figures, case, rounds)

@@ -1,4 +1,4 @@
-"""A Hub on loopback that this process's client takes for the only one."""
+"""Points the huggingface_hub client of this process to a local test Hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from hub_server import Repository, serving
 
 @contextmanager
 def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
-    """With nothing in it; uploads that fail are tried again at once."""
+    """Serve an empty Hub for uploads; failed uploads are retried without delay."""
     with serving({}) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.address)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -27,7 +27,7 @@ def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
 
 @contextmanager
 def hub_with(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, Repository], cache: Path) -> Iterator[Any]:
-    """With these repositories to download from, into a cache of their own."""
+    """Serve a Hub with these repositories for downloads into the given cache folder."""
     with serving(repositories) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.address)
         template = running.address + "/{repo_id}/resolve/{revision}/{filename}"

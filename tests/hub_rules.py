@@ -1,4 +1,4 @@
-"""Some of the Hub's rules for the head of a card."""
+"""Some of the Hub's rules for the metadata (YAML front matter) of a model card."""
 
 import re
 from collections.abc import Iterator
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 import yaml
 
 KINDS = {"license": str, "library_name": str, "pipeline_tag": str, "tags": list, "base_model": (str, list)}
-"""What the Hub takes in the head of a card."""
+"""Types that the Hub accepts, per metadata field."""
 
 
 def faults(content: str) -> Iterator[str]:
-    """What the Hub would say of a card's head: kinds of values, and names in results."""
-    head = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else None
-    if not isinstance(head, dict):
+    """Yield the error messages of the Hub for a card's metadata: wrong types, invalid names in the results."""
+    metadata = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else None
+    if not isinstance(metadata, dict):
         yield "no metadata"
         return
     for key, kind in KINDS.items():
-        if key in head and not isinstance(head[key], kind):
+        if key in metadata and not isinstance(metadata[key], kind):
             yield f'"{key}" must be {kind}'
-    for model in head.get("model-index", ()):
+    for model in metadata.get("model-index", ()):
         if not model.get("name"):
             yield '"model-index[0].name" is required'
         for result in model["results"]:

@@ -1,4 +1,4 @@
-"""A Hub on loopback: the endpoints that downloads and uploads use, in memory, with the Hub's ways of refusing."""
+"""A local in-memory test Hub with the endpoints of downloads and uploads, and with the Hub's error responses."""
 
 import base64
 import hashlib
@@ -17,64 +17,64 @@ from hub_rules import faults
 
 COMMIT = "c0ffee" * 6 + "0123"
 LARGE = ".safetensors"
-"""The ending of files that are uploaded apart from the commit."""
+"""Suffix of LFS files, which are uploaded separately from the commit."""
 
 
 @dataclass
 class Repository:
-    """A model: its files at the newest commit, and at those before it."""
+    """A model repository: its files at the newest and at older commits, and simulated failures."""
 
     files: dict[str, bytes]
     revisions: tuple[str, ...] = ("main",)
-    """Names of the newest commit."""
+    """Revision names of the newest commit."""
     commit: str = COMMIT
-    """The newest."""
+    """Hash of the newest commit."""
     gated: bool = False
-    """Its description is public, its files are not."""
+    """Gated repository: the model info is public, the files are not."""
     status: int | None = None
-    """What every request is answered with, if not with what was asked for; 0: the connection is closed."""
+    """HTTP status that answers every request instead of the content; 0 closes the connection."""
     dropped: int = 0
-    """How many downloads will break off halfway."""
+    """Number of downloads that break off halfway before downloads succeed."""
     private: bool = False
     refused: str = ""
-    """An upload is answered with 403 where its path holds this."""
+    """Uploads whose URL path contains this are answered with 403; "create": creation of the repository is."""
     commits: list[str] = field(default_factory=list)
-    """What was uploaded says of itself."""
+    """Commit messages of the uploads."""
     older: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """The files of commits before the newest."""
+    """Files of older commits, by commit hash."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Their commits."""
+    """Commit hash, by tag."""
 
     def at(self, revision: str) -> dict[str, bytes] | None:
-        """The files under one of their names; None where it is none."""
+        """Return the files at a revision (branch, tag or commit); None if it does not exist."""
         commit = self.tags.get(revision, revision)
         return self.files if commit in (self.commit, *self.revisions) else self.older.get(commit)
 
     def commit_of(self, revision: str) -> str:
-        """Which commit a name means."""
+        """Return the commit hash of a revision."""
         return self.commit if revision in self.revisions else self.tags.get(revision, revision)
 
 
 @dataclass
 class Hub:
-    """What the server serves, and what it was asked for."""
+    """The repositories that the server serves, and a log of its requests."""
 
     repositories: dict[str, Repository]
     address: str = ""
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
-    """With which uploads came."""
+    """Access tokens with which uploads were requested."""
     accepted: set[str] | None = None
-    """Tokens that may upload; None means all."""
+    """Access tokens that may upload; None accepts all."""
     failing: dict[str, int] = field(default_factory=dict)
-    """Part of a path -> how many uploads to it will be answered with 500 before one is taken."""
+    """Part of a URL path -> number of uploads to it that are answered with 500 before uploads succeed."""
     stored: dict[str, bytes] = field(default_factory=dict)
-    """Large files by their digest, until a commit names them."""
+    """Uploaded LFS files, by digest."""
 
 
 @contextmanager
 def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """Serve until the block ends; a client takes `hub.address` as HF_ENDPOINT, and needs HF_HUB_DISABLE_XET=1."""
+    """Serve until the block ends; clients need HF_ENDPOINT set to `hub.address`, and HF_HUB_DISABLE_XET=1."""
     hub = Hub(repositories)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.address = f"http://127.0.0.1:{server.server_port}"
@@ -109,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        about = parts[:2] == ["api", "models"]
-        name, rest = "/".join(parts[2:4] if about else parts[:2]), parts[4:] if about else parts[2:]
+        is_api = parts[:2] == ["api", "models"]
+        name, rest = "/".join(parts[2:4] if is_api else parts[:2]), parts[4:] if is_api else parts[2:]
         repository = self.hub.repositories.get(name)
         if repository is None:
             self._refuse(404, "RepoNotFound")
@@ -120,13 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(repository.status)
         elif len(rest) > 1 and repository.at(rest[1]) is None:
             self._refuse(404, "RevisionNotFound")
-        elif about and rest[:1] == ["refs"]:
+        elif is_api and rest[:1] == ["refs"]:
             tags = [
                 {"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": at} for tag, at in repository.tags.items()
             ]
             main = {"name": "main", "ref": "refs/heads/main", "targetCommit": repository.commit}
             self._send_json({"branches": [main], "converts": [], "tags": tags})
-        elif about:
+        elif is_api:
             files = repository.at(rest[1] if len(rest) > 1 else "main") or {}
             described = _description(name, repository, repository.commit_of(rest[1] if len(rest) > 1 else "main"))
             self._send_json(_listing(files) if rest[:1] == ["tree"] else described)
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
 
     def _take(self) -> None:
-        """One request of an upload."""
+        """Handle one POST or PUT request of an upload."""
         length = self.headers["Content-Length"]
         raw = self._chunks() if length is None else self.rfile.read(int(length))
         path = unquote(urlsplit(self.path).path).strip("/")
@@ -178,24 +178,24 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.endswith("/preupload/main"):
             self._send_json({"files": [_plan(repository, file["path"]) for file in json.loads(raw)["files"]]})
         elif path.endswith("/info/lfs/objects/batch"):
-            objects = [self._place(each["oid"], each["size"]) for each in json.loads(raw)["objects"]]
+            objects = [self._place(lfs_object["oid"], lfs_object["size"]) for lfs_object in json.loads(raw)["objects"]]
             self._send_json({"transfer": "basic", "objects": objects})
         else:
             self._commit(name, repository, [json.loads(line) for line in raw.splitlines() if line])
 
     def _validate(self, content: str) -> None:
-        """The head of a card, by some of the Hub's rules."""
+        """Answer with the errors in a card's metadata, by some of the Hub's rules."""
         errors = list(faults(content))
         answer = {"errors": [{"message": error} for error in errors], "warnings": []}
         self._send_json(answer, 400 if errors else 200)
 
     def _tag(self, repository: Repository, name: str, revision: str) -> None:
-        there = name in repository.tags
+        exists = name in repository.tags
         repository.tags.setdefault(name, repository.commit_of(revision))
-        self._send_json({}, 409 if there else 200)
+        self._send_json({}, 409 if exists else 200)
 
     def _chunks(self) -> bytes:
-        """A body of unknown length."""
+        """Return the request body of a chunked transfer."""
         parts = []
         while size := int(self.rfile.readline(), 16):
             parts.append(self.rfile.read(size))
@@ -205,18 +205,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, name: str, visibility: str = "public", organization: str | None = None, **_: object) -> None:
         full = f"{organization or 'me'}/{name}"
-        there = self.hub.repositories.get(full)
-        if there is not None and there.refused == "create":
+        existing = self.hub.repositories.get(full)
+        if existing is not None and existing.refused == "create":
             self._refuse(403)
             return
         self.hub.repositories.setdefault(full, Repository({}, private=visibility == "private"))
-        self._send_json({"url": f"{self.hub.address}/{full}"}, 409 if there else 200)
+        self._send_json({"url": f"{self.hub.address}/{full}"}, 409 if existing else 200)
 
     def _place(self, digest: str, size: int) -> dict[str, object]:
-        found: dict[str, object] = {"oid": digest, "size": size}
+        entry: dict[str, object] = {"oid": digest, "size": size}
         if digest in self.hub.stored:
-            return found
-        return found | {"actions": {"upload": {"href": f"{self.hub.address}/stored/{digest}"}}}
+            return entry
+        return entry | {"actions": {"upload": {"href": f"{self.hub.address}/stored/{digest}"}}}
 
     def _commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
         repository.older[repository.commit] = dict(repository.files)
@@ -250,14 +250,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def _send_file(self, repository: Repository, raw: bytes, commit: str) -> None:
-        wanted = self.headers.get("Range")
-        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
-        self.send_response(206 if wanted else 200)
+        range_header = self.headers.get("Range")
+        start = int(range_header.removeprefix("bytes=").split("-")[0]) if range_header else 0
+        self.send_response(206 if range_header else 200)
         self.send_header("ETag", f'"{hashlib.sha256(raw).hexdigest()}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(raw) - start))
-        if wanted:
+        if range_header:
             self.send_header("Content-Range", f"bytes {start}-{len(raw) - 1}/{len(raw)}")
         self.end_headers()
         if self.command == "HEAD":
@@ -271,11 +271,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _description(name: str, repository: Repository, commit: str) -> dict[str, object]:
-    about: dict[str, object] = {"id": name, "sha": commit, "private": repository.private}
+    info: dict[str, object] = {"id": name, "sha": commit, "private": repository.private}
     card = (repository.at(commit) or {}).get("README.md", b"").decode()
     if card.startswith("---\n"):
-        about["cardData"] = yaml.safe_load(card.split("---\n")[1])
-    return about | {"siblings": [{"rfilename": file} for file in repository.at(commit) or ()]}
+        info["cardData"] = yaml.safe_load(card.split("---\n")[1])
+    return info | {"siblings": [{"rfilename": file} for file in repository.at(commit) or ()]}
 
 
 def _listing(files: dict[str, bytes]) -> list[dict[str, object]]:
@@ -286,10 +286,10 @@ def _listing(files: dict[str, bytes]) -> list[dict[str, object]]:
 
 
 def _plan(repository: Repository, path: str) -> dict[str, object]:
-    """How a file is to be uploaded, and what is there under its name."""
-    large, there = path.endswith(LARGE), repository.files.get(path)
+    """Return the upload mode of a file (LFS or regular), and the digest of its current version if there is one."""
+    large, current = path.endswith(LARGE), repository.files.get(path)
     plan: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
-    if there is not None:
-        blob = b"blob %d\0" % len(there) + there
-        plan["oid"] = hashlib.sha256(there).hexdigest() if large else hashlib.sha1(blob).hexdigest()
+    if current is not None:
+        blob = b"blob %d\0" % len(current) + current
+        plan["oid"] = hashlib.sha256(current).hexdigest() if large else hashlib.sha1(blob).hexdigest()
     return plan

@@ -1,4 +1,4 @@
-"""Folders with toy vision transformers and with images."""
+"""Toy vision transformer checkpoints and image folders."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
 def write_image_model(folder: Path, backbone: str = "ViT", task: str = CLASSIFIER, **changes: Any) -> Path:
-    """A stock vision transformer with its image processor."""
+    """Save a stock vision transformer with its image processor; return its folder."""
     config = getattr(transformers, f"{backbone}Config")(**(toys.IMAGE_SIZES | changes))
     toys.lopsided(getattr(transformers, f"{backbone}{task}")(config)).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": config.image_size, "width": config.image_size}).save_pretrained(folder)
@@ -24,7 +24,7 @@ def write_image_model(folder: Path, backbone: str = "ViT", task: str = CLASSIFIE
 
 
 def write_images(folder: Path, count: int = 24) -> Path:
-    """Random images of 20 x 12 pixels, half of them in a subfolder."""
+    """Save random images of 20 x 12 pixels, half of them in a subfolder; return the folder."""
     (folder / "more").mkdir(parents=True)
     generator = torch.Generator().manual_seed(1)
     for index in range(count):

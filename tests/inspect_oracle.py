@@ -1,4 +1,4 @@
-"""What `crosshead inspect` should show of each attention call of a toy: by the oracles' slow loops in float64."""
+"""Expected attention weights and routing in the reports of `crosshead inspect`, computed by the oracles in float64."""
 
 import torch
 
@@ -15,12 +15,12 @@ from oracle_layers import oracle_view
 
 LENGTH = 6
 NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"} | {n: f"{n}_proj" for n in "qkvo"}
-"""The names of projections in a module -> those of the oracle."""
+"""Names of projections in the attention modules -> names in the oracle."""
 IMAGES = image_toys.IMAGE_BACKBONES
 
 
 def toy(backbone, mixers):
-    """A stock toy, or one of ours with mechanisms; with eager attention."""
+    """Return a tiny model with eager attention: stock if `mixers` is empty, else with mechanisms."""
     if backbone not in IMAGES:
         return toys.mixed_model(backbone, mixers) if mixers else toys.stock_model(backbone)
     if not mixers:
@@ -33,8 +33,8 @@ def toy(backbone, mixers):
 
 
 def sample_of(backbone):
-    """The input of a toy."""
-    places = {name: torch.arange(float(count)).unsqueeze(1) for name, count in (("text", LENGTH), ("target", 5))}
+    """Return the input sample of a toy."""
+    positions = {name: torch.arange(float(count)).unsqueeze(1) for name, count in (("text", LENGTH), ("target", 5))}
     if backbone in IMAGES:
         special = 2 if backbone == "DeiT" else 1
         patches = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
@@ -43,42 +43,42 @@ def sample_of(backbone):
     arguments = {"input_ids": toys.tokens(1, LENGTH)}
     if backbone == "T5":
         arguments["decoder_input_ids"] = toys.tokens(1, 5, seed=3)
-    return Sample(arguments, {}, places)
+    return Sample(arguments, {}, positions)
 
 
 def shown_and_called(backbone, mixers):
-    """The model, the records of its layers, and for each the attention module, its index and its inputs."""
+    """Return the model, and (report record, attention module, inputs, key/value source) for each of its layers."""
     model, family = toy(backbone, mixers), BACKBONES[snake(backbone)]
-    places, calls = attention_modules(model, family), {}
+    layers, calls = attention_modules(model, family), {}
 
     def listen(part):
-        def record(module, arguments, named):
-            given = arguments[0] if arguments else named["hidden_states"]
-            calls.setdefault(part, []).append((module, given, named.get("key_value_states")))
+        def record(layer, arguments, named):
+            hidden_states = arguments[0] if arguments else named["hidden_states"]
+            calls.setdefault(part, []).append((layer, hidden_states, named.get("key_value_states")))
 
         return record
 
-    hooks = [place.attention.register_forward_pre_hook(listen(place.part.name), with_kwargs=True) for place in places]
-    records = layer_records(model, family, places, sample_of(backbone), lambda: None)["layers"]
+    hooks = [layer.attention.register_forward_pre_hook(listen(layer.part.name), with_kwargs=True) for layer in layers]
+    records = layer_records(model, family, layers, sample_of(backbone), lambda: None)["layers"]
     for hook in hooks:
         hook.remove()
     return model, [(record, *calls[record["part"]][record["layer"]]) for record in records]
 
 
 def snake(backbone):
-    """The stock model type."""
+    """Return the stock model type of a backbone."""
     return {"DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3"}.get(backbone, backbone.lower())
 
 
 def truth(backbone, model, record, module, inputs, source):
-    """Of one call: the weights (H, T, S) after all mixing, and the router's gates and probabilities."""
+    """Return a call's mixers, its oracle weights, and the expected attention weights (H, T, S) and router outputs."""
     part, layer = record["part"], record["layer"]
-    config, place = model.config, 0 if backbone == "Albert" else layer
+    config, index = model.config, 0 if backbone == "Albert" else layer
     if backbone == "T5":
         config = getattr(model, "encoder" if part == "encoder" else "decoder").config
-        place = layer if part == "encoder" else 2 * layer + (part == "cross")
-    mixers = oracle_view(config, place)[0] if hasattr(module, "mixers") else {}
-    inputs, source = (None if each is None else each.double() for each in (inputs, source))
+        index = layer if part == "encoder" else 2 * layer + (part == "cross")
+    mixers = oracle_view(config, index)[0] if hasattr(module, "mixers") else {}
+    inputs, source = (None if tensor is None else tensor.double() for tensor in (inputs, source))
     weights = {}
     for name, parameter in module.named_parameters():
         first, _, rest = name.partition(".")
@@ -96,12 +96,12 @@ def truth(backbone, model, record, module, inputs, source):
     index = 0 if backbone == "Albert" else layer
     shape = LayerShape(4, 4, 8, index, eps, has_qk_norm=False, is_scaled=backbone != "T5")
     options = {"source": source, "bias": bias_of(model, part, inputs.shape[1]) if backbone == "T5" else None}
-    found = oracles.attention_layer(inputs, weights, shape, mixers, None, None, allowed, **options)[1]
-    return mixers, weights, {name: each[0] for name, each in found.items()}
+    extras = oracles.attention_layer(inputs, weights, shape, mixers, None, None, allowed, **options)[1]
+    return mixers, weights, {name: tensor[0] for name, tensor in extras.items()}
 
 
 def shared_rotary(config, weights, inputs, mixers, allowed, layer):
-    """The same for decoders whose keys share their rotated part."""
+    """Return the expected attention weights and router outputs of a decoder with shared rotary keys (MLA, GTA)."""
     mla = hasattr(config, "kv_lora_rank")
     heads = (4, 4, 12) if mla else (4, 2, 8)
     shape = LayerShape(*heads, layer, config.rms_norm_eps, has_qk_norm=False)
@@ -114,7 +114,10 @@ def shared_rotary(config, weights, inputs, mixers, allowed, layer):
 
 
 def bias_of(model, part, count):
-    """(H, T, S), entry by entry: distances under 8 have a bucket each, those of later keys after the first 16."""
+    """Return T5's relative position bias (H, T, S), read entry by entry; None in cross-attention.
+
+    Each distance under 8 has its own bucket; buckets of later keys start at 16.
+    """
     if part == "cross":
         return None
     attention = getattr(model, part).block[0].layer[0].SelfAttention
@@ -128,7 +131,7 @@ def bias_of(model, part, count):
 
 
 def shown_maps(rows, weights, mixers, layer):
-    """The maps of the page from the weights of each softmax: in differential attention, differences come first."""
+    """Return the maps that the page shows, from the weights per softmax; for `differential`, differences first."""
     if "differential" not in mixers:
         return rows
     factor = 0.8 - 0.6 * torch.exp(torch.tensor(-0.3 * layer, dtype=torch.float64))

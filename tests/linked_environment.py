@@ -1,4 +1,4 @@
-"""A virtual environment with some distributions alone: links into the environment that runs the tests."""
+"""A virtual environment with selected distributions only, symlinked from the environment that runs the tests."""
 
 import subprocess
 import sys
@@ -11,8 +11,8 @@ from packaging.utils import canonicalize_name
 
 
 def required(requirements: Iterable[str]) -> set[str]:
-    """The distributions that some requirements ask for, and those that these need in turn."""
-    seen: set[tuple[str, str]] = set()
+    """Return the names of the distributions that the requirements need, including transitive dependencies."""
+    visited: set[tuple[str, str]] = set()
     todo = [(Requirement(line), "") for line in requirements]
     while todo:
         requirement, with_extra = todo.pop()
@@ -20,19 +20,19 @@ def required(requirements: Iterable[str]) -> set[str]:
             continue
         name = canonicalize_name(requirement.name)
         for extra in ("", *requirement.extras):
-            if (name, extra) not in seen:
-                seen.add((name, extra))
+            if (name, extra) not in visited:
+                visited.add((name, extra))
                 todo += [(Requirement(line), extra) for line in distribution(name).requires or ()]
-    return {name for name, _ in seen}
+    return {name for name, _ in visited}
 
 
-def linked_environment(place: Path, requirements: Iterable[str]) -> Path:
-    """Make the environment, without pip; returns its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    (packages,) = place.glob("lib/python*/site-packages")
+def linked_environment(folder: Path, requirements: Iterable[str]) -> Path:
+    """Create the environment in `folder`, without pip; return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     for name in required(requirements):
-        found = distribution(name)
-        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}:
+        installed = distribution(name)
+        for part in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__", "bin"}:
             if not (packages / part).exists():
-                (packages / part).symlink_to(Path(str(found.locate_file(part))).resolve())
-    return place / "bin" / "python"
+                (packages / part).symlink_to(Path(str(installed.locate_file(part))).resolve())
+    return folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Runs the scripts that measure, as their commands do."""
+"""Runs the measurement scripts of tests/measure/ as subprocesses."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 
 def measured(script, *arguments):
-    """What a script of `tests/measure` prints."""
+    """Run a script of tests/measure/ and return the lines of its stdout."""
     paths = os.pathsep.join(map(str, (TESTS, TESTS / "measure")))
     settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(

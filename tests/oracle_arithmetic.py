@@ -1,4 +1,4 @@
-"""Types and arithmetic of single vectors that the oracles are written with."""
+"""Types and single-vector arithmetic shared by the oracles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sides = dict[str, Heads]  # "query", "key", "value"
 class LayerShape:
     """The sizes of one attention layer. `layer_index` counts from 0; `norm_eps` is the eps of every RMSNorm.
 
-    Logits are divided by the root of the head size, unless the backbone does not scale them.
+    Logits are divided by the square root of the head size if `is_scaled`.
     """
 
     query_heads: int
@@ -50,25 +50,25 @@ def add(terms: Iterable[Tensor]) -> Tensor:
 
 
 def rms_norm(vector: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Return `w * x / sqrt(mean(x^2) + eps)`, without `w` where there is none."""
+    """Return `w * x / sqrt(mean(x^2) + eps)`, or without `w` if the weight is None."""
     normalised = vector / torch.sqrt((vector * vector).mean() + eps)
     return normalised if weight is None else weight * normalised
 
 
 def rotate(vector: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return one head's vector with RoPE applied; feature i turns with feature i + d/2."""
+    """Return one head's vector with RoPE applied; feature i is paired with feature i + d/2."""
     half = vector.shape[0] // 2
     return vector * cos + torch.cat([-vector[half:], vector[:half]]) * sin
 
 
 def combine(heads: list[Tensor], matrix: Tensor, groups: int = 1) -> list[Tensor]:
-    """Return `new_i = sum_j matrix_ij heads_j` of one token, or of one pair; j counts within the group of i."""
+    """Return `new_i = sum_j matrix_ij heads_j` of one token or query-key pair; j counts within the group of i."""
     rows, columns = matrix.shape
     return [add(matrix[i, j] * heads[i * groups // rows * columns + j] for j in range(columns)) for i in range(rows)]
 
 
 def softmax_over_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax of one query's logits over the keys it may look at; the same weight on every key where it has none."""
+    """Softmax of one query's logits over its allowed keys; uniform weights if no key is allowed."""
     if not bool(allowed.any()):
         return torch.full_like(logits, 1.0 / logits.shape[0])
     return torch.softmax(logits.masked_fill(~allowed, -math.inf), dim=0)

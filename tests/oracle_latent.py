@@ -1,4 +1,4 @@
-"""Multi-head latent attention and grouped tied attention as slow loops, with the mechanisms of `oracles.py`.
+"""Reference implementation of MLA and grouped-tied attention (GTA) with slow loops and the mechanisms of `oracles.py`.
 
 Written from the papers: "DeepSeek-V2", equations 9 to 19, and "Hardware-Efficient Attention for Fast Decoding",
 section 3.3. Nothing is vectorised over batch, tokens or heads.
@@ -15,33 +15,33 @@ from oracle_arithmetic import Heads, LayerShape, Mixers, Weights, linear, rms_no
 from oracles import knocking, read_out
 
 LATENT_EPS = 1e-6
-"""Of the norms on compressed vectors, whatever the config says of the others."""
+"""Epsilon of the RMSNorms on compressed vectors; it does not depend on the config's rms_norm_eps."""
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of MLA, and whether positions rotate neighbouring features or the two halves."""
+    """The sizes of MLA. RoPE pairs neighbouring features if `neighbours`, else the two halves."""
 
     latent: int
     plain: int
-    """Features of a query or key head without positions."""
+    """Features of a query or key head without RoPE (qk_nope_head_dim)."""
     value: int
     neighbours: bool
 
 
 def turned(vector: Tensor, angles: Tensor, neighbours: bool) -> Tensor:
-    """Each pair of features turned by its angle."""
+    """Return the vector with each pair of features rotated by its angle (RoPE)."""
     count = len(angles)
-    places = [(2 * i, 2 * i + 1) if neighbours else (i, i + count) for i in range(count)]
-    out = [vector[0]] * len(vector)
-    for (first, second), angle in zip(places, angles, strict=True):
-        out[first] = vector[first] * torch.cos(angle) - vector[second] * torch.sin(angle)
-        out[second] = vector[first] * torch.sin(angle) + vector[second] * torch.cos(angle)
-    return torch.stack(out)
+    pairs = [(2 * i, 2 * i + 1) if neighbours else (i, i + count) for i in range(count)]
+    rotated = [vector[0]] * len(vector)
+    for (first, second), angle in zip(pairs, angles, strict=True):
+        rotated[first] = vector[first] * torch.cos(angle) - vector[second] * torch.sin(angle)
+        rotated[second] = vector[first] * torch.sin(angle) + vector[second] * torch.cos(angle)
+    return torch.stack(rotated)
 
 
 def mapped_queries(projected: Heads, weights: Weights, mixers: Mixers) -> tuple[Heads, Heads]:
-    """Queries after knocking, and those that a router sees: before it, where `mixture` comes first."""
+    """Return the queries after `knocking`, and the router's queries: before it, if `mixture` comes first."""
     router_queries = projected
     for name, options in mixers.items():
         if name == "knocking":
@@ -52,7 +52,7 @@ def mapped_queries(projected: Heads, weights: Weights, mixers: Mixers) -> tuple[
 
 
 def with_positions(vector: Tensor, plain: int, angles: Tensor, neighbours: bool) -> Tensor:
-    """A query or key whose features after the first `plain` are turned."""
+    """Return a query or key with RoPE on all features after the first `plain`."""
     return torch.cat([vector[:plain], turned(vector[plain:], angles, neighbours)])
 
 
@@ -65,7 +65,7 @@ def latent_sequence(
     angles: Tensor,
     allowed: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """MLA on one sequence (T, hidden); `angles` are (T, rotated features / 2)."""
+    """Return MLA's output and extras for one sequence (T, hidden); `angles` are (T, rotary features / 2)."""
     queries, keys, values, compressed = [], [], [], []
     for t, token in enumerate(inputs):
         if "q_proj.weight" in weights:
@@ -78,9 +78,9 @@ def latent_sequence(
         compressed.append(both)
         latent = rms_norm(both[: sizes.latent], LATENT_EPS, weights["kv_a_layernorm.weight"])
         shared = turned(both[sizes.latent :], angles[t], sizes.neighbours)
-        of_heads = linear(latent, weights, "kv_b_proj").split(sizes.plain + sizes.value)
-        keys.append([torch.cat([head[: sizes.plain], shared]) for head in of_heads])
-        values.append([head[sizes.plain :] for head in of_heads])
+        per_head = linear(latent, weights, "kv_b_proj").split(sizes.plain + sizes.value)
+        keys.append([torch.cat([head[: sizes.plain], shared]) for head in per_head])
+        values.append([head[sizes.plain :] for head in per_head])
     queries, router_queries = mapped_queries(queries, weights, mixers)
     queries = [[with_positions(q, sizes.plain, angles[t], sizes.neighbours) for q in x] for t, x in enumerate(queries)]
     if "knocking" in mixers:
@@ -92,7 +92,7 @@ def latent_sequence(
 def tied_sequence(
     inputs: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers, angles: Tensor, allowed: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GTA on one sequence: the tied states are values, and their first halves the first halves of keys."""
+    """Return GTA's output and extras for one sequence: values are the tied states, keys contain their first halves."""
     half = shape.head_dim // 2
     projected, keys, values = [], [], []
     for t, token in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""One attention layer of ours in float64 beside the oracle's view of it."""
+"""Compares one crosshead attention layer in float64 with the oracle: outputs and gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,32 +60,32 @@ OPTION_CASES: dict[str, dict[str, Any]] = {
         "knocking": {"on": ["query"]},
     },
 }
-"""Every option of every mechanism at least once, beside the cases of the toys."""
+"""Mechanism configurations that use every option at least once, together with the cases of the toys."""
 
 
 def rope_tables(positions: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float64 tables (B, T, d): the library computes its own in float32."""
+    """Return RoPE cosines and sines (B, T, d) in float64; transformers computes them in float32."""
     frequencies = 100.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = positions[..., None].double() * frequencies
     return torch.cat([angles, angles], dim=-1).cos(), torch.cat([angles, angles], dim=-1).sin()
 
 
 def visible(padding: list[int], length: int) -> torch.Tensor:
-    """(B, T, S): causal, and without the padding on the left of each sequence."""
+    """Return a causal mask (B, T, S) with `padding` hidden tokens on the left of each sequence."""
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     real = torch.stack([torch.arange(length) >= count for count in padding])
     return causal & real[:, None, :]
 
 
 def additive(allowed: torch.Tensor) -> torch.Tensor:
-    """The mask as the library hands it to eager attention."""
+    """Return an additive mask (B, 1, T, S), as transformers passes it to eager attention."""
     return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)[
         :, None
     ]
 
 
 def oracle_view(config: Any, layer: int) -> tuple[dict[str, dict[str, Any]], oracle_arithmetic.LayerShape]:
-    """What the oracle wants to know of a layer: complete options, counts that a config may leave out included."""
+    """Return the oracle's arguments for a layer: complete mechanism options, defaults filled in, and its shape."""
     absent = {
         "explicit": {"key_heads": config.num_key_value_heads, "value_heads": config.num_key_value_heads},
         "talking": {"softmax_heads": config.num_attention_heads},
@@ -103,7 +103,7 @@ def oracle_view(config: Any, layer: int) -> tuple[dict[str, dict[str, Any]], ora
 
 
 class Layer:
-    """One attention layer in float64 with inputs, and the oracle's view of it."""
+    """One attention layer in float64 with inputs (2, 7, hidden), and the oracle's arguments for it."""
 
     def __init__(self, backbone: str, mixers: dict[str, Any], padding: tuple[int, int] = (0, 2), **changes: Any):
         model = mixed_model(backbone, mixers, attention_dropout=0.0, **changes).double()
@@ -115,11 +115,11 @@ class Layer:
         self.inputs = torch.randn(2, length, config.hidden_size, generator=generator, dtype=torch.float64)
         self.inputs = self.inputs * torch.linspace(0.5, 2.0, config.hidden_size, dtype=torch.float64)
         self.allowed = visible(list(padding), length)
-        self.rows = self.allowed.any(-1)  # a query that sees nothing has no defined gradient
+        self.rows = self.allowed.any(-1)  # a query without visible keys has no defined gradient
         self.cos, self.sin = rope_tables(torch.arange(length).expand(2, -1), SIZES["head_dim"])
 
     def ours(self, cache: Any = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The layer's output for the tokens from `start` to `stop`."""
+        """Return the layer's output for the tokens from `start` to `stop`."""
         part = slice(start, stop)
         output, _ = self.attention(
             self.inputs[:, part],
@@ -130,39 +130,39 @@ class Layer:
         return output
 
     def truth(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The oracle's output."""
+        """Return the oracle's output (B, T, hidden) and extras."""
         weights = dict(self.attention.named_parameters())
         return oracles.attention_layer(self.inputs, weights, self.shape, self.mixers, self.cos, self.sin, self.allowed)
 
     def gradients(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Gradients of a lopsided sum over the real rows, by input and parameter."""
+        """Return the gradients of a randomly weighted sum over the real rows, by input and parameter name."""
         named = {"inputs": self.inputs, **dict(self.attention.named_parameters())}
         return gradients(output * self.rows[..., None], named)
 
 
 def gradients(output: torch.Tensor, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients of a lopsided sum."""
+    """Return the gradients of a randomly weighted sum of the output, by name; zeros for unused tensors."""
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    found = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), found, strict=True)
+    results = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), results, strict=True)
     return {name: torch.zeros_like(x) if gradient is None else gradient for (name, x), gradient in pairs}
 
 
 def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = None, least: float = 0.1) -> None:
-    """Outputs, of which one is larger than the least, then every gradient."""
+    """Assert that outputs and all gradients equal the oracle's; `least` is a lower bound of the largest output."""
     layer.inputs.requires_grad_(True)
     ours, (truth, _) = (run or layer.ours)(), layer.truth()
     assert (ours - truth)[layer.rows].abs().max() < OUTPUT_TOLERANCE
     assert truth[layer.rows].abs().max() > least
-    found, expected = layer.gradients(ours), layer.gradients(truth)
+    results, expected = layer.gradients(ours), layer.gradients(truth)
     for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() < GRADIENT_TOLERANCE, name
+        assert (results[name] - gradient).abs().max() < GRADIENT_TOLERANCE, name
 
 
 def assert_sdpa_agrees(
     mixers: dict[str, Any], heads: tuple[int, int], padding: tuple[int, int] | None, implementation: str = "sdpa"
 ) -> None:
-    """A layer of so many query and key/value heads under SDPA, with a mask, or without where nothing is padded."""
+    """Assert that a layer under SDPA agrees with the oracle. `heads`: (query, key/value); `padding` None: no mask."""
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     layer = Layer("Qwen3", mixers, padding or (0, 0), **sizes)
     layer.attention.config._attn_implementation = implementation

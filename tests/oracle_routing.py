@@ -1,4 +1,4 @@
-"""The router of Mixture-of-Head as slow loops; `oracles.py` has the other mechanisms."""
+"""Reference implementation of the Mixture-of-Head router with slow loops; `oracles.py` has the other mechanisms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oracle_arithmetic import Options, Weights, add, linear
 
 
 def routed_probabilities(token_input: Tensor, queries: list[Tensor], weights: Weights, options: Options) -> Tensor:
-    """One token's softmax over the routed heads: of `W_r x`, or of the queries' norms over their deviation."""
+    """Return one token's probabilities (R,): the softmax of `W_r x`, or of query norms / their standard deviation."""
     if options["router"] == "two_stage":
         if "mixers.mixture.routed.weight" not in weights:  # every head is shared
             return token_input.new_zeros(0)
@@ -26,7 +26,7 @@ def mixture(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """MoH equations 5, 6, 9, 10: one token's routed probabilities (R,), selected heads (R,) and gates (heads,).
 
-    "paper" gates are the formula to the letter; "unit" gates are 1 on average, by the counts of types and of heads.
+    "paper" gates follow the equations literally; "unit" gates are rescaled to be 1 on average.
     """
     probabilities = routed_probabilities(token_input, queries, weights, options)
     shared, count = options["shared_heads"], options["active_heads"] - options["shared_heads"]
@@ -41,13 +41,13 @@ def mixture(
             a1, a2 = torch.softmax(linear(token_input, weights, "mixers.mixture.balance"), dim=0)
             paper, paper_factor = [a1 * share for share in shares], a2
             unit, unit_factor = [2 * a1 * share * shared for share in shares], 2 * a2
-        else:  # the published code of MoH-ViT: a weighted sum of all heads
+        else:  # like the published code of MoH-ViT: a weighted sum of all heads
             paper, unit = list(shares), [share * shared for share in shares]
     for i in range(probabilities.shape[0]):
         on.append(one if i in selected else zero)
         paper.append(paper_factor * probabilities[i] if i in selected else zero)
         unit.append(unit_factor * probabilities[i] / selected_sum * count if i in selected else zero)
-    if options["gate"] == "binary":  # forward 1 or 0; the gradient is that of the score, the paper's gate
+    if options["gate"] == "binary":  # straight-through: 1 or 0 forward, the gradient of the paper's gate backward
         gates = [on[i] + (paper[i] - paper[i].detach()) for i in range(len(on))]
     else:
         gates = {"paper": paper, "unit": unit}[options["gate_scale"]]
@@ -57,7 +57,7 @@ def mixture(
 def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
     """MoH equation 7 over the valid tokens, mean over layers, without beta.
 
-    `routed` has for each layer that routes the probabilities and the selected heads, both (B, T, R); `valid` (B, T).
+    `routed` has the probabilities and the selected heads of each routed layer, both (B, T, R); `valid` is (B, T).
     """
     tokens = [(b, t) for b in range(valid.shape[0]) for t in range(valid.shape[1]) if bool(valid[b, t])]
     losses = []

@@ -1,7 +1,7 @@
-"""The mechanisms as slow loops, written from the papers' equations: the fast code is compared with them.
+"""Reference implementations (oracles) of the mechanisms with slow loops, from the papers' equations.
 
-Nothing here is shared with the library, and nothing is vectorised over batch, tokens or heads. A sequence of head
-vectors is a list of lists, `heads[token][head]`, each entry a vector of the head's size.
+They share no code with crosshead and are not vectorised over batch, tokens or heads. The head vectors of a sequence
+are a list of lists, `heads[token][head]`, each entry a vector of the head's size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from oracle_routing import mixture
 
 
 def knocking(vector: Tensor, side: str, weights: Weights, options: Options) -> Tensor:
-    """Knocking-Heads, equations 5 to 11: the one map that every head of a side ("query", "key", "value") shares."""
+    """Knocking-Heads, equations 5 to 11: apply the map that all heads of a side ("query", "key", "value") share."""
     if side not in options["on"]:
         return vector
     name, form = f"mixers.knocking.{side}", options["form"]
@@ -47,7 +47,7 @@ def knocking(vector: Tensor, side: str, weights: Weights, options: Options) -> T
 
 
 def explicit(components: list[Tensor], side: str, weights: Weights, options: Options) -> list[Tensor]:
-    """MEA, equations 10 and 11: one token's keys or values as combinations `K_i = sum_j C_ij B_j` of components."""
+    """MEA, equations 10 and 11: combine one token's component keys or values, `K_i = sum_j C_ij B_j`."""
     if side not in options["on"]:
         return components
     return combine(components, weights[f"mixers.explicit.{side}.weight"], options["groups"])
@@ -56,7 +56,7 @@ def explicit(components: list[Tensor], side: str, weights: Weights, options: Opt
 def talking(
     per_head: list[Tensor], side: str, query_input: Tensor, key_input: Tensor, weights: Weights, options: Options
 ) -> list[Tensor]:
-    """Talking-Heads: mix one query and key's logits or weights over heads, by a static map plus maps of inputs."""
+    """Talking-Heads: mix one query-key pair's logits or weights over heads by a static plus optional dynamic maps."""
     if side not in options["on"]:
         return per_head
     matrix = weights[f"mixers.talking.{side}.weight"]
@@ -71,9 +71,9 @@ def differential(
 ) -> list[Tensor]:
     """MEA equations 4 to 6: one query's outputs, one of size 2d for each pair of heads.
 
-    `softmaxes` has for every head the query's weights over the keys. `lambda_init` is the paper's
-    `0.8 - 0.6 exp(-0.3 (layer - 1))` with layers counted from 1. Without the norm, its factor goes too. The value
-    heads may be half as large.
+    `softmaxes` has the query's weights over the keys (S,) for every head. `lambda_init` is the paper's
+    `0.8 - 0.6 exp(-0.3 (layer - 1))` with layers counted from 1. Without the norm there is no factor
+    `1 - lambda_init` either. With `half_values`, value heads have size d / 2 and outputs size d.
     """
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * shape.layer_index)
     name = "mixers.differential.lambda"
@@ -95,7 +95,7 @@ def differential(
 def paired_queries(softmaxes: list[Tensor], values: Heads, query_input: Tensor, weights: Weights) -> list[Tensor]:
     """Differential attention version 2: one query's outputs, one of size d for each pair of query heads.
 
-    Both heads of a pair read the same value head; the second output is subtracted times a sigmoid of the input.
+    Both heads of a pair use the same value head; the second output, times a sigmoid of the input, is subtracted.
     """
     name = "mixers.differential.lambda"
     factors = torch.sigmoid(linear(query_input, weights, f"{name}_proj") + weights[f"{name}_bias"])
@@ -143,7 +143,7 @@ def attend(
     key_inputs: Tensor,
     bias: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Attention of query token `t`: the head outputs, and each head's weights (S,) that multiply the values."""
+    """Return the head outputs of query token `t`, and each head's weights (S,) that multiply the values."""
     queries, keys, values = sides["query"], sides["key"], sides["value"]
     group = shape.query_heads if "bilinear" in mixers else shape.query_heads // shape.key_value_heads
     version = mixers["differential"]["version"] if "differential" in mixers else 0
@@ -163,7 +163,7 @@ def attend(
     rows = []  # one vector of weights over the keys for every softmax head
     for head in range(len(pairs[0])):
         rows.append(softmax_over_allowed(torch.stack([logits[head] for logits in pairs]), allowed[t]))
-    if "talking" in mixers:  # before differential's subtraction, whose H/2 results the H-wide map could not take
+    if "talking" in mixers:  # before differential's subtraction: the map is over H heads, not over H/2 pairs
         mixed = []
         for s in range(len(keys)):
             per_head = [row[s] for row in rows]
@@ -179,15 +179,15 @@ def attend(
 
 
 def project_sides(inputs: Tensor, source: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers) -> Sides:
-    """Queries of the inputs, keys and values of the source; those of the bilinear form are the source itself."""
+    """Return projected queries of the inputs, and keys and values of the source (unprojected for `bilinear`)."""
     if "bilinear" in mixers:
         tokens = [[token] for token in source]
         return {"query": project(inputs, weights, "q_proj", inputs.shape[1]), "key": tokens, "value": tokens}
-    of_values = shape.head_dim // 2 if mixers.get("differential", {}).get("half_values") else shape.head_dim
+    value_dim = shape.head_dim // 2 if mixers.get("differential", {}).get("half_values") else shape.head_dim
     return {
         "query": project(inputs, weights, "q_proj", shape.head_dim),
         "key": project(source, weights, "k_proj", shape.head_dim),
-        "value": project(source, weights, "v_proj", of_values),
+        "value": project(source, weights, "v_proj", value_dim),
     }
 
 
@@ -236,8 +236,8 @@ def read_out(
     allowed: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The layer's output from the final queries, keys and values; `router_queries` are those that a router sees."""
-    if "differential" in mixers:  # a gate belongs to a pair: its query is the two queries, one after the other
+    """Return a layer's output and extras from its final queries, keys and values; a router reads `router_queries`."""
+    if "differential" in mixers:  # routing is per pair of heads: its query is the concatenation of both queries
         router_queries = [[torch.cat(token[i : i + 2]) for i in range(0, len(token), 2)] for token in router_queries]
     results, used, routing = [], [], []
     for t in range(inputs.shape[0]):
@@ -271,22 +271,22 @@ def attention_layer(
     source: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One attention layer with its mechanisms: the output (B, T, hidden) and what was seen on the way.
+    """Return the output (B, T, hidden) of one attention layer with its mechanisms, and intermediate results (extras).
 
     `inputs` is (B, T, hidden); `weights` has the state dict's names relative to the attention module; `mixers` maps
     a mechanism to its complete options, in the order of the config; `cos` and `sin` are (B, T, d); `allowed` is
-    (B, T, S) and True where a query may look at a key; `source` (B, S, hidden) is what keys and values are made from
-    in cross-attention; `bias` (H, T, S) is added to the logits. The extras are "weights" (B, H, T, S) and, with
-    mixture, "probabilities" and "selected" (B, T, R) and "gates" (B, T, heads).
+    (B, T, S) and True where a query may attend to a key; `source` (B, S, hidden) is the key/value input of
+    cross-attention; `bias` (H, T, S) is added to the logits. The extras are "weights" (B, H, T, S) and, with
+    `mixture`, "probabilities" and "selected" (B, T, R) and "gates" (B, T, heads).
     """
     batch = range(inputs.shape[0])
-    found = []
+    results = []
     for b in batch:
-        of_sequence = [None if x is None else x[b] for x in (cos, sin, source)]
-        options = {"source": of_sequence[2], "bias": bias}
-        found.append(sequence_layer(inputs[b], weights, shape, mixers, *of_sequence[:2], allowed[b], **options))
-    extras = {name: torch.stack([found[b][1][name] for b in batch]) for name in found[0][1]}
-    return torch.stack([found[b][0] for b in batch]), extras
+        sequence_inputs = [None if x is None else x[b] for x in (cos, sin, source)]
+        options = {"source": sequence_inputs[2], "bias": bias}
+        results.append(sequence_layer(inputs[b], weights, shape, mixers, *sequence_inputs[:2], allowed[b], **options))
+    extras = {name: torch.stack([results[b][1][name] for b in batch]) for name in results[0][1]}
+    return torch.stack([results[b][0] for b in batch]), extras
 
 
 ORACLES: dict[str, Callable[..., Any]] = {

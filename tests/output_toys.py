@@ -1,4 +1,4 @@
-"""Small folders that are staged and published, with a weight file for each of a few shards."""
+"""Small model folders of four shards, written through `atomic_output`, complete or interrupted."""
 
 from functools import partial
 
@@ -15,12 +15,12 @@ ONE, TWO = {"command": "convert", "options": 1}, {"command": "convert", "options
 
 
 def items(file):
-    """The tensors of a weight file, full of its number."""
+    """Return the tensors of a shard, filled with the shard's number."""
     return [(entry, partial(tensor_chunks, torch.full(entry.shape, float(file[6:8])))) for entry in SHARDS[file]]
 
 
 def write(output, stop=None):
-    """Write the missing shards, or all up to `stop`; returns those that were written."""
+    """Write the missing shards and return their names; raise KeyboardInterrupt before missing shard number `stop`."""
     output.expect(SHARDS)
     written = [file for file in SHARDS if file not in output.finished]
     for number, file in enumerate(written):

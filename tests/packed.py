@@ -1,4 +1,4 @@
-"""Reads the packed numbers of a report of `crosshead inspect`, as the page does."""
+"""Decodes the packed arrays in a report of `crosshead inspect`, like the page's JavaScript."""
 
 import base64
 import zlib
@@ -8,17 +8,17 @@ import torch
 
 
 def unpack(packed):
-    """The stored integers, as floats."""
+    """Return the stored integers as a flat float array."""
     raw = zlib.decompress(base64.b64decode(packed["data"]))
     return np.frombuffer(raw, {8: "<i1", 16: "<i2"}[packed["bits"]]).astype(float)
 
 
 def numbers(packed):
-    """The tensor."""
+    """Return a packed tensor: integers times scale, in its shape."""
     return torch.tensor(unpack(packed) * packed["scale"]).reshape(packed["shape"])
 
 
 def maps(packed):
-    """Attention maps, which are stored as roots of weights in 127 levels."""
+    """Return packed attention maps, which store the square root of each weight in 127 levels."""
     levels = torch.tensor(unpack(packed)).reshape(packed["shape"]) / 127
     return levels.sign() * levels.square() * packed["scale"]

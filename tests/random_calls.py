@@ -1,6 +1,6 @@
-"""Random calls of the registered attention functions, compared with plain attention in float64.
+"""Random calls of the registered attention functions, compared with plain attention in float64: outputs and gradients.
 
-Outputs and gradients; functions that decode without gradients have none to compare.
+Decoding functions run without gradients, so only their outputs are compared.
 """
 
 import random
@@ -15,26 +15,26 @@ from crosshead.modeling.mechanisms.talking import HeadMaps
 from crosshead.modeling.ops import repeat_heads
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Of the norm of what differs, beside the norm of what is wanted."""
+"""Maximum relative error (norm of the difference / norm of the reference), per dtype."""
 SCALING = 0.2
 FURTHER = 12
-"""How much longer than a text the past of a single token may be."""
+"""Maximum cache length in single-token decoding, as a multiple of the longest text."""
 TRITON = "_triton"
-"""The ending of names of functions that a GPU runs."""
+"""Suffix of the names of attention functions that are Triton kernels."""
 Call = Callable[..., torch.Tensor]
 Checked = tuple[Call, Call, list[torch.Tensor]]
-"""Ours and the plain computation, and the inputs of both that have gradients."""
+"""The function under test, the plain reference, and the inputs of both (with gradients)."""
 
 
 def uses_triton(x: torch.Tensor) -> bool:
-    """On a GPU."""
+    """Whether a tensor is on a GPU, where the Triton kernels are used."""
     return x.device.type == "cuda"
 
 
 def attend(
     name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
-    """The outputs of a registered function; on a GPU, by Triton where there is one."""
+    """Return the output of a registered attention function; on a GPU, of its Triton kernel if it has one."""
     if uses_triton(query) and name + TRITON in ALL_ATTENTION_FUNCTIONS.valid_keys():
         name += TRITON
     layer = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
@@ -43,23 +43,23 @@ def attend(
 
 
 def a_mask(sizes: tuple[int, int], length: int, device: str) -> torch.Tensor | None:
-    """None for causal, padding on either side, a window or documents: (B, 1, T, T), and every token sees itself."""
+    """Return None (causal) or a random padding, window or document mask (B, 1, T, T); each token attends to itself."""
     causal = torch.ones(*sizes, length, dtype=torch.bool, device=device).tril()[:, None]
-    places, kind = torch.arange(length, device=device), random.choice(("causal", "padded", "window", "documents"))
+    positions, kind = torch.arange(length, device=device), random.choice(("causal", "padded", "window", "documents"))
     if kind == "causal":
         return None
     if kind == "window":
         return causal.triu(-random.randint(1, length))
     if kind == "padded":
-        real = places >= torch.randint(0, length, (sizes[0], 1), device=device)
+        real = positions >= torch.randint(0, length, (sizes[0], 1), device=device)
         real = real if random.random() < 0.5 else real.flip(1)
-        return causal & (real[:, None, None, :] | (places[:, None] == places))
+        return causal & (real[:, None, None, :] | (positions[:, None] == positions))
     document = (torch.rand(sizes[0], length, device=device) < 4 / length).cumsum(-1)
     return causal & (document[:, None, :, None] == document[:, None, None, :])
 
 
 def drawn(device: str, longest: int) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
-    """Query, key and value in float64, a mask, and which keys each query sees."""
+    """Return random q, k and v in float64, a mask or None, and the allowed keys per query as a boolean mask."""
     batch, groups, length = random.randint(1, 2), random.randint(1, 4), random.choice((1, random.randint(2, longest)))
     heads, size = groups * random.choice((1, 2, 4)), random.choice((20, 64, 128))
     shapes = ((batch, heads, length, size), (batch, groups, length, size), (batch, groups, length, size))
@@ -70,8 +70,8 @@ def drawn(device: str, longest: int) -> tuple[list[torch.Tensor], torch.Tensor |
 
 
 def a_mixture(device: str, longest: int) -> Checked:
-    """Attention of chosen queries; to some heads nothing is routed, to others everything."""
-    inputs, mask, seen = drawn(device, longest)
+    """Return a `mixture` case with random routing; some heads get no tokens, others all."""
+    inputs, mask, allowed = drawn(device, longest)
     batch, heads, length, _ = inputs[0].shape
     shares = torch.tensor(random.choices((0.0, 0.5, 0.75, 1.0), k=heads), device=device)
     chosen = torch.rand(batch, length, heads, device=device) < shares
@@ -79,7 +79,7 @@ def a_mixture(device: str, longest: int) -> Checked:
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
         return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def a_mixture(device: str, longest: int) -> Checked:
 
 
 def a_mixture_token(device: str, longest: int) -> Checked:
-    """One query for each head, of which some count, after keys of which the first may be padding; no gradients."""
+    """Return a `mixture` case of single-token decoding, with random left padding and without gradients."""
     batch, groups, length = random.randint(1, 2), random.randint(1, 8), random.randint(1, FURTHER * longest)
     heads, size = groups * random.choice((1, 2, 4, 17)), random.choice((64, 80, 128, 256))
     shapes = ((batch, heads, 1, size), (batch, groups, length, size), (batch, groups, length, size))
     inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    seen = torch.arange(length, device=device) >= random.randrange(length)
-    mask = random.choice((None, seen.expand(batch, 1, 1, length)))
+    allowed = torch.arange(length, device=device) >= random.randrange(length)
+    mask = random.choice((None, allowed.expand(batch, 1, 1, length)))
     chosen = torch.rand(batch, 1, heads, device=device) < random.choice((0.1, 0.5))
     routing = {"gates": chosen.float(), "shared_heads": 0, "active_heads": max(1, heads // 2)}
 
@@ -112,27 +112,27 @@ def a_mixture_token(device: str, longest: int) -> Checked:
 
 
 def a_talking(device: str, longest: int) -> Checked:
-    """Attention with mixed heads, some with maps of each query and key, some with other counts of softmaxes."""
-    inputs, mask, seen = drawn(device, longest)
+    """Return a `talking` case: static or dynamic head maps, and as many, fewer or more softmax heads than heads."""
+    inputs, mask, allowed = drawn(device, longest)
     batch, heads, length, _ = inputs[0].shape
     softmaxes, own = random.choice((heads, 1, heads + 1)), random.random() < 0.5
     of_queries, sizes = (batch, length) if own else (1, 1), ((softmaxes, heads), (heads, softmaxes))
     maps = [torch.randn(*of_queries, *size, device=device) / heads for size in sizes]
-    more = [torch.randn(batch, length, *size, device=device) / heads if own else None for size in sizes]
-    head_maps = maps[0], more[0], maps[1], more[1]
-    added = torch.zeros(seen.shape, dtype=torch.float64, device=device)
+    key_maps = [torch.randn(batch, length, *size, device=device) / heads if own else None for size in sizes]
+    head_maps = maps[0], key_maps[0], maps[1], key_maps[1]
+    added = torch.zeros(allowed.shape, dtype=torch.float64, device=device)
     if mask is not None and random.random() < 0.3:
-        added = torch.randn(seen.shape, device=device)
-        mask = added.masked_fill(~seen, torch.finfo(added.dtype).min)
+        added = torch.randn(allowed.shape, device=device)
+        mask = added.masked_fill(~allowed, torch.finfo(added.dtype).min)
 
     def mixed(x: torch.Tensor, stage: int) -> torch.Tensor:
-        found = torch.einsum("btij,bjts->bits", maps[stage].to(x.dtype).expand(batch, length, -1, -1), x)
-        of_keys = more[stage]
-        return found if of_keys is None else found + torch.einsum("bsij,bjts->bits", of_keys.to(x.dtype), x)
+        result = torch.einsum("btij,bjts->bits", maps[stage].to(x.dtype).expand(batch, length, -1, -1), x)
+        key_map = key_maps[stage]
+        return result if key_map is None else result + torch.einsum("bsij,bjts->bits", key_map.to(x.dtype), x)
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         logits = mixed(SCALING * query @ repeat_heads(key, heads).transpose(2, 3), 0) + added
-        weights = mixed(logits.masked_fill(~seen, -torch.inf).softmax(-1), 1)
+        weights = mixed(logits.masked_fill(~allowed, -torch.inf).softmax(-1), 1)
         return (weights @ repeat_heads(value, heads)).transpose(1, 2)
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -142,45 +142,47 @@ def a_talking(device: str, longest: int) -> Checked:
 
 
 def an_explicit(device: str, longest: int) -> Checked:
-    """A token or two that meet components as a cache holds them; some of the first keys may be padding."""
+    """Return an `explicit` case: one or two tokens attend to cached component heads, with random left padding."""
     batch, groups, tokens = random.randint(1, 2), random.choice((1, 1, 2)), random.randint(1, 2)
-    most, shared, size = random.randint(1, 8 // groups), random.choice((1, 2, 4)), random.choice((64, 128))
-    components, heads = groups * random.randint(1, most), groups * most * shared
+    combined, shared, size = random.randint(1, 8 // groups), random.choice((1, 2, 4)), random.choice((64, 128))
+    components, heads = groups * random.randint(1, combined), groups * combined * shared
     length = random.randint(tokens, longest)
     shapes = ((batch, heads, tokens, size), (batch, components, length, size), (batch, components, length, size))
     inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    scalars = [torch.rand(groups * most, components // groups, device=device).bfloat16() for _ in range(2)]
-    seen = torch.arange(length, device=device) >= random.randrange(length)
-    mask = seen.expand(batch, 1, tokens, length)
+    scalars = [torch.rand(groups * combined, components // groups, device=device).bfloat16() for _ in range(2)]
+    allowed = torch.arange(length, device=device) >= random.randrange(length)
+    mask = allowed.expand(batch, 1, tokens, length)
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        of_keys, of_values = (some.to(query.dtype) for some in scalars)
-        options = {"key_map": of_keys, "value_map": of_values, "implementation": "sdpa"}
+        key_scalars, value_scalars = (scalar.to(query.dtype) for scalar in scalars)
+        options = {"key_map": key_scalars, "value_map": value_scalars, "implementation": "sdpa"}
         return attend("crosshead_explicit", query, key, value, mask, **options)
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        of_keys, of_values = (torch.block_diag(*some.double().chunk(groups)) for some in scalars)
-        keys, values = (torch.einsum("ij,bjsd->bisd", some, x) for some, x in ((of_keys, key), (of_values, value)))
+        key_scalars, value_scalars = (torch.block_diag(*scalar.double().chunk(groups)) for scalar in scalars)
+        keys, values = (
+            torch.einsum("ij,bjsd->bisd", scalar, x) for scalar, x in ((key_scalars, key), (value_scalars, value))
+        )
         logits = SCALING * query @ repeat_heads(keys, heads).transpose(2, 3)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
         return (weights @ repeat_heads(values, heads)).transpose(1, 2)
 
     return ours, plain, inputs
 
 
 def error(checked: Checked, dtype: torch.dtype, gradients: bool) -> float:
-    """The greatest relative error of the outputs and, where wanted, of a gradient."""
+    """Return the largest relative error of the output and, if `gradients`, of the input gradients."""
     ours, plain, exact = checked
     inputs = [x.to(dtype).requires_grad_() for x in exact]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    found, expected = ours(*inputs), plain(*exact)
-    given = torch.randn_like(expected).to(dtype)
-    pairs = [(found, expected)]
+    output, expected = ours(*inputs), plain(*exact)
+    direction = torch.randn_like(expected).to(dtype)
+    pairs = [(output, expected)]
     if gradients:
-        wanted = torch.autograd.grad(expected, exact, given.double())
-        pairs += zip(torch.autograd.grad(found, inputs, given), wanted, strict=True)
-    least = 0.01 * given.double().norm()  # some gradients are zero, but for rounding
-    return max(((mine - theirs).norm() / (theirs.norm() + least)).item() for mine, theirs in pairs)
+        expected_gradients = torch.autograd.grad(expected, exact, direction.double())
+        pairs += zip(torch.autograd.grad(output, inputs, direction), expected_gradients, strict=True)
+    margin = 0.01 * direction.double().norm()  # some gradients are zero except for rounding
+    return max(((mine - theirs).norm() / (theirs.norm() + margin)).item() for mine, theirs in pairs)
 
 
 MAKERS: dict[str, Callable[[str, int], Checked]] = {
@@ -194,7 +196,7 @@ MAKERS: dict[str, Callable[[str, int], Checked]] = {
 def check(
     mechanism: str, dtype: torch.dtype, device: str, longest: int, calls: int, seed: int = 0
 ) -> tuple[float, bool]:
-    """The worst error of random calls, and whether it is small enough."""
+    """Return the largest error of random calls, and whether it is within the tolerance."""
     random.seed(seed)
     torch.manual_seed(seed)
     make = MAKERS[mechanism]

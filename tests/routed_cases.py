@@ -1,4 +1,4 @@
-"""Attention of chosen queries, whatever computes it: random calls, what they give by the book, and models to try."""
+"""Cases for sparse attention of routed queries: random masks and routes, a plain reference, and models."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from oracle_layers import OPTION_CASES
 from toys import tokens
 
 Sizes = tuple[int, int, int]
-"""Sequences, queries and keys of each."""
+"""Batch size, queries per sequence, keys per sequence."""
 MIXTURES = {name: mixers for name, mixers in OPTION_CASES.items() if "mixture" in mixers}
 MIXTURES["mixture before differential"] = {"mixture": {"shared_heads": 0, "active_heads": 1}, "differential": {}}
 MIXTURES["explicit and mixture"] = {
@@ -22,24 +22,24 @@ SCALING = 0.4
 
 
 def lower(sizes: Sizes) -> torch.Tensor:
-    """The last query sees the last key."""
+    """Return a causal mask (B, T, S), aligned so that the last query attends to the last key."""
     return torch.ones(sizes, dtype=torch.bool).tril(sizes[2] - sizes[1])
 
 
 def padded(sizes: Sizes, left: bool) -> torch.Tensor:
-    """Real tokens may be none on the left, and are one at least on the right."""
+    """Return a causal mask with random padding; a left-padded sequence may be empty, a right-padded one is not."""
     real = torch.arange(sizes[2]) < torch.randint(0 if left else 1, sizes[2] + 1, (sizes[0], 1))
     return lower(sizes) & (real.flip(1) if left else real)[:, None, :]
 
 
 def documents(sizes: Sizes) -> torch.Tensor:
-    """Packed: a token sees its own document; queries are the last of the keys."""
+    """Return a causal mask for packed documents: a token attends to its own document only."""
     document = (torch.rand(sizes[0], sizes[2]) < 0.2).cumsum(-1)
     return lower(sizes) & (document[:, -sizes[1] :, None] == document[:, None, :])
 
 
 def window(sizes: Sizes) -> torch.Tensor:
-    """A query sees few keys before its own."""
+    """Return a causal sliding-window mask of random width."""
     return lower(sizes).triu(sizes[2] - sizes[1] - random.randint(0, 9))
 
 
@@ -50,43 +50,45 @@ MASKS: dict[str, Callable[[Sizes], torch.Tensor] | None] = {
     "padded right": lambda sizes: padded(sizes, False),
     "documents": documents,
     "window": window,
-    "scattered": lambda sizes: torch.rand(sizes) < random.choice((0.02, 0.5)),  # some queries see nothing
+    "scattered": lambda sizes: torch.rand(sizes) < random.choice((0.02, 0.5)),  # some queries have no key
 }
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """All of attention by the book, then zeros where a query was not chosen or sees nothing."""
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor
+) -> torch.Tensor:
+    """Return dense attention (B, T, H, d), zeroed where a head was not chosen or the query has no visible key."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    logits = (SCALING * q @ k.transpose(2, 3)).masked_fill(~seen[:, None], torch.finfo(q.dtype).min)
-    counts = chosen & seen.any(-1, keepdim=True)
+    logits = (SCALING * q @ k.transpose(2, 3)).masked_fill(~allowed[:, None], torch.finfo(q.dtype).min)
+    counts = chosen & allowed.any(-1, keepdim=True)
     return (logits.softmax(-1) @ v).transpose(1, 2) * counts[..., None]
 
 
 def routes(sizes: Sizes, heads: int, shared: int = 0) -> torch.Tensor:
-    """Some heads get nothing, some everything, most something; the shared ones come first."""
+    """Return random routes (B, T, H): heads get no, some or all tokens; the first `shared` heads get all."""
     share = torch.tensor(random.choices((0.0, 0.1, 0.5, 1.0), k=heads))
     share[:shared] = 1.0
     return torch.rand(sizes[0], sizes[1], heads) < share
 
 
 def seen_under(kind: str, sizes: Sizes, mask: torch.Tensor | None) -> torch.Tensor:
-    """What a mask of MASKS, or its absence, lets queries see: (B, T, S)."""
+    """Return which keys each query may attend to (B, T, S), given a mask of MASKS or None."""
     if mask is not None:
         return mask.expand(sizes)
     return torch.ones(sizes, dtype=torch.bool) if kind == "all" else lower(sizes)
 
 
 def check(
-    found: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, seen: torch.Tensor, tolerance: float
+    output: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, allowed: torch.Tensor, tolerance: float
 ) -> None:
-    """Outputs and gradients against float64."""
+    """Compare an output and its gradients with the plain reference in float64."""
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = plain(*exact, chosen, seen)
-    direction = torch.randn_like(expected).to(found.dtype)
-    ours = torch.autograd.grad(found, inputs, direction)
+    expected = plain(*exact, chosen, allowed)
+    direction = torch.randn_like(expected).to(output.dtype)
+    ours = torch.autograd.grad(output, inputs, direction)
     truth = torch.autograd.grad(expected, exact, direction.double())
-    for mine, theirs in zip((found, *ours), (expected, *truth), strict=True):
-        assert mine.dtype == found.dtype
+    for mine, theirs in zip((output, *ours), (expected, *truth), strict=True):
+        assert mine.dtype == output.dtype
         assert (mine - theirs).abs().max() <= tolerance * max(1.0, theirs.abs().max().item())
 
 
@@ -97,12 +99,12 @@ INPUTS: dict[str, dict[str, Any]] = {
     "padded right": {"attention_mask": PADDING.flip(1)},
     "packed": {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)},
 }
-"""What a model is called with, whose masks the library makes."""
+"""Model arguments beside the ids, from which transformers makes the attention masks."""
 WINDOW = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def logits_and_gradients(model: Any, kind: str) -> list[torch.Tensor]:
-    """Of the real tokens of INPUTS."""
+    """Return the logits of the non-padding tokens for one entry of INPUTS, and all parameter gradients."""
     real = INPUTS[kind].get("attention_mask", torch.ones(2, 12)).bool()
     logits = model(tokens(2, 12), use_cache=False, **INPUTS[kind]).logits[real]
     return [logits.detach(), *torch.autograd.grad(logits.square().mean(), [*model.parameters()])]
@@ -110,10 +112,10 @@ def logits_and_gradients(model: Any, kind: str) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def logits_in_parts(model: Any, ids: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Of a text that the model is given piece by piece, with a cache."""
-    cache, found = None, []
+    """Return the logits of a text that is fed in parts of the given sizes, with a cache."""
+    cache, logits = None, []
     for part in ids.split(sizes, dim=1):
         output = model(part, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        found.append(output.logits)
-    return torch.cat(found, dim=1)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)

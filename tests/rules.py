@@ -1,6 +1,6 @@
 """The rules of the code base, each a function from one source file to a list of violations.
 
-`test_rules.py` runs every rule over every file, and every rule over a snippet that breaks it.
+`test_rules.py` runs every rule over every file, and over snippets that break it.
 """
 
 import ast
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("crosshead", "modeling", "conversion", "recipes", "evals", "model_cards")
 
 COMMON = "common"
-"""The package in crosshead/ that imports nothing of ours, and that the others may import."""
+"""The package in crosshead/ that the other folders may import; it imports none of them."""
 ARROWS: dict[str, set[str]] = {
     "modeling": set(),
     COMMON: set(),
@@ -25,18 +25,18 @@ ARROWS: dict[str, set[str]] = {
     "model_cards": {COMMON},
     "crosshead": {*FOLDERS, COMMON},
 }
-"""Folder -> the other folders that it may import."""
+"""Folder -> the other folders of the project that it may import."""
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
 OPTIONAL = {"accelerate", "datasets", "diffusers", "gguf", "lm_eval", "matplotlib", "peft", "scipy"}
 NEEDED = {"modeling/dit.py": {"diffusers"}}
-"""Files made for optional packages, which they import at the top; only functions and users import such a file."""
+"""File -> optional packages that it imports at module level; other files import it inside functions only."""
 KERNELS = "_triton"
-"""Suffix of the files that need Triton: they import it in a `try`, and only functions import them."""
+"""Suffix of files that need Triton: they import it in a `try`, and other files import them inside functions only."""
 INSTALLED = ("modeling/__init__.py", "modeling/backbones/__init__.py")
-"""Files that no published model has."""
+"""Files that are not saved with published models."""
 FASTER = "modeling/kernels/"
-"""Functions that are installed with crosshead, and not saved with a model."""
+"""Folder of kernels that are installed with crosshead and not saved with a model."""
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
@@ -48,7 +48,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the project, by its path from the root."""
+    """One file of the project; `path` is relative to the root."""
 
     path: str
     text: str
@@ -68,7 +68,7 @@ class Source:
 
 
 def project_files() -> list[Path]:
-    """Every file that belongs to the project: no build products, environments or caches."""
+    """Return every file of the project, without build products, environments and caches."""
 
     def walk(folder: Path) -> Iterator[Path]:
         for entry in sorted(folder.iterdir()):
@@ -84,12 +84,12 @@ def project_files() -> list[Path]:
 
 
 def read(path: Path) -> Source:
-    """A project file as a `Source`; bytes that are no text become replacement characters."""
+    """Return a project file as a `Source`; bytes that are not UTF-8 become replacement characters."""
     return Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8", errors="replace"))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, int]]:
-    """Every import as (node, dotted name, level); `from a import b` is given as `a.b`."""
+    """Yield every import as (node, dotted name, level); `from a import b` is yielded as `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -100,7 +100,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, i
 
 
 def imported_folder(source: Source, name: str, level: int) -> str | None:
-    """Which of our folders an import reaches, or None for somebody else's package."""
+    """Return the project folder that an import reaches, or None for a third-party package."""
     parts = name.split(".")
     if level:
         first = PurePosixPath(source.path).parts[0]
@@ -113,14 +113,14 @@ def imported_folder(source: Source, name: str, level: int) -> str | None:
 
 
 def module_of(source: Source) -> str:
-    """The name under which a file is installed, without `crosshead.` at its start."""
+    """Return the module name of an installed file, without the leading `crosshead.`."""
     return source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported_modules(source: Source, modules: set[str]) -> set[str]:
-    """The modules of ours that a file imports when it is imported itself."""
+    """Return the project modules that a file imports at module level."""
     package = module_of(source).split(".")[: None if source.path.endswith("__init__.py") else -1]
-    found = set()
+    imported = set()
     for node in source.tree.body:
         if isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
@@ -128,48 +128,48 @@ def imported_modules(source: Source, modules: set[str]) -> set[str]:
             target = (
                 target if node.level or target.startswith("crosshead.common") else target.removeprefix("crosshead.")
             )
-            found |= {target, *(f"{target}.{each.name}" for each in node.names)} & modules
-    return found - {module_of(source)}
+            imported |= {target, *(f"{target}.{alias.name}" for alias in node.names)} & modules
+    return imported - {module_of(source)}
 
 
 def arrows(source: Source) -> list[str]:
-    """A folder imports only what the arrows allow, and under the name it is installed by."""
+    """A folder imports only the folders that ARROWS allows, by their installed names."""
     if source.is_test:
         return []
-    allowed, marked = ARROWS[source.folder] | {source.folder}, package_only(source)
-    found = []
+    allowed, exempt = ARROWS[source.folder] | {source.folder}, package_only(source)
+    violations = []
     for node, name, level in imports(source.tree):
         if not level and name.split(".")[0] in set(FOLDERS) - {"crosshead"}:
-            found.append(f"line {node.lineno}: `{name}` is imported as `crosshead.{name}`")
+            violations.append(f"line {node.lineno}: import `{name}` as `crosshead.{name}`")
         folder = imported_folder(source, name, level)
-        if folder and folder not in (allowed | {COMMON} if id(node) in marked else allowed):
-            found.append(f"line {node.lineno}: {source.folder} may not import {folder}")
-    return found
+        if folder and folder not in (allowed | {COMMON} if id(node) in exempt else allowed):
+            violations.append(f"line {node.lineno}: {source.folder} may not import {folder}")
+    return violations
 
 
 def portable(source: Source) -> list[str]:
-    """What of modeling/ travels to the Hub needs torch, transformers and itself alone; never the kernels."""
+    """Files of modeling/ that are saved with models import only torch, transformers and each other, no kernels."""
     if source.folder != "modeling":
         return []
-    faster, marked = source.path.startswith(FASTER), package_only(source)
-    found = kernels(source)
+    is_kernel, exempt = source.path.startswith(FASTER), package_only(source)
+    violations = kernels(source)
     for node, name, level in imports(source.tree):
-        if id(node) in marked:
+        if id(node) in exempt:
             continue
         if not level and name.split(".")[0] not in PORTABLE | {"triton"} | NEEDED.get(source.path, set()):
-            found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
-        if level and "kernels" in name.split(".") and not faster:
-            found.append(f"line {node.lineno}: `{name}` is in {FASTER}, which no published model has")
-        local = faster or source.path in INSTALLED
+            violations.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
+        if level and "kernels" in name.split(".") and not is_kernel:
+            violations.append(f"line {node.lineno}: `{name}` is in {FASTER}, which no published model has")
+        local = is_kernel or source.path in INSTALLED
         if level and isinstance(node, ast.ImportFrom) and node.module is None and not local:
-            found.append(
-                f"line {node.lineno}: the writer of the code follows `from .x import y`, not `from . import x`"
+            violations.append(
+                f"line {node.lineno}: remote code is bundled from `from .x import y`, not from `from . import x`"
             )
-    return found
+    return violations
 
 
 def package_only(source: Source) -> set[int]:
-    """The nodes of functions in modeling/ that no published model has: they may import the common package."""
+    """Return ids of AST nodes in `@package_only` functions, which published models lack: they may import `common`."""
     marked = [
         function
         for function in functions(source.tree)
@@ -179,21 +179,21 @@ def package_only(source: Source) -> set[int]:
 
 
 def kernels(source: Source) -> list[str]:
-    """A model loads without Triton: its loader passes over a `try`, and nobody asks for files of kernels at once."""
-    ours = PurePosixPath(source.path).stem.endswith(KERNELS)
+    """Models load without Triton: it is imported in a `try`, and kernel files are imported inside functions."""
+    is_kernel_file = PurePosixPath(source.path).stem.endswith(KERNELS)
     tried = {id(child) for node in ast.walk(source.tree) if isinstance(node, ast.Try) for child in ast.walk(node)}
     inner = {id(child) for function in functions(source.tree) for child in ast.walk(function)}
-    found = []
+    violations = []
     for node, name, level in imports(source.tree):
-        if not level and name.split(".")[0] == "triton" and not (ours and id(node) in tried):
-            found.append(f"line {node.lineno}: only files *{KERNELS}.py import Triton, in a `try`")
-        if level and name.split(".")[0].endswith(KERNELS) and not ours and id(node) not in inner:
-            found.append(f"line {node.lineno}: `{name}` needs Triton: import it in a function")
-    return found
+        if not level and name.split(".")[0] == "triton" and not (is_kernel_file and id(node) in tried):
+            violations.append(f"line {node.lineno}: only files *{KERNELS}.py import Triton, in a `try`")
+        if level and name.split(".")[0].endswith(KERNELS) and not is_kernel_file and id(node) not in inner:
+            violations.append(f"line {node.lineno}: `{name}` needs Triton: import it in a function")
+    return violations
 
 
 def lazy(source: Source) -> list[str]:
-    """An optional package is imported in the function that needs it (or for type checkers alone)."""
+    """Optional packages are imported inside the functions that need them (or under TYPE_CHECKING)."""
 
     def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
         yield node
@@ -218,13 +218,13 @@ def lazy(source: Source) -> list[str]:
 
 
 def file_length(source: Source) -> list[str]:
-    """A file holds one idea."""
+    """Files have at most FILE_LINES lines."""
     lines = len(source.text.splitlines())
     return [f"{lines} lines, {FILE_LINES} at most"] if lines > FILE_LINES else []
 
 
 def function_length(source: Source) -> list[str]:
-    """So does a function."""
+    """Functions have at most FUNCTION_LINES lines."""
     if source.is_test:
         return []
     spans = [(node, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions(source.tree)]
@@ -232,7 +232,7 @@ def function_length(source: Source) -> list[str]:
 
 
 def no_assert(source: Source) -> list[str]:
-    """Outside tests an error is raised, and quotes the offending value."""
+    """Code outside the tests raises errors that quote the offending value, instead of using assert."""
     nodes = [] if source.is_test else ast.walk(source.tree)
     return [f"line {node.lineno}: assert" for node in nodes if isinstance(node, ast.Assert)]
 
@@ -245,7 +245,7 @@ def no_print(source: Source) -> list[str]:
 
 
 def docstrings(source: Source) -> list[str]:
-    """Every public module, class, function and method says what it is."""
+    """Every module and every public class, function and method has a docstring."""
     if source.is_test:
         return []
     nodes = [("the module", source.tree), *public(source.tree)]
@@ -253,38 +253,38 @@ def docstrings(source: Source) -> list[str]:
 
 
 def annotations(source: Source) -> list[str]:
-    """Every public function names the types of its arguments and of its result."""
+    """Every public function annotates its arguments and its result."""
     if source.is_test:
         return []
-    found = []
+    violations = []
     for name, node in public(source.tree):
         if isinstance(node, Function):
             bare = [arg.arg for arg in arguments(node) if arg.annotation is None and arg.arg not in ("self", "cls")]
-            found += [f"{name}: {arg} has no type" for arg in bare]
-            found += [f"{name}: no return type"] if node.returns is None else []
-    return found
+            violations += [f"{name}: {arg} has no type" for arg in bare]
+            violations += [f"{name}: no return type"] if node.returns is None else []
+    return violations
 
 
 def machine_paths(source: Source) -> list[str]:
-    """The project names no path of the machine it was written on."""
+    """No file contains an absolute path of a developer's machine."""
     lines = enumerate(source.text.splitlines(), 1)
     return [f"line {number}: {match[0]}" for number, line in lines for match in MACHINE_PATH.finditer(line)]
 
 
 def functions(tree: ast.AST) -> list[Function]:
-    """All functions and methods below a node."""
+    """Return all functions and methods below a node."""
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
 
 def arguments(node: Function) -> list[ast.arg]:
-    """All arguments of a function, starred ones included."""
+    """Return all arguments of a function, including starred ones."""
     spec = node.args
     starred = [arg for arg in (spec.vararg, spec.kwarg) if arg is not None]
     return [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *starred]
 
 
 def public(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """The public classes and functions of a module, and the public methods of its public classes."""
+    """Yield the public classes and functions of a module, and the public methods of its public classes."""
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield prefix + node.name, node

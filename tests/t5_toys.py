@@ -1,4 +1,4 @@
-"""Attention layers of a tiny T5, and inputs for the whole model."""
+"""Attention layers of a tiny T5 with their oracle, and inputs for the whole model."""
 
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
 ANSWER = tokens(length=5, seed=3)
 INPUTS: dict[str, Any] = {"input_ids": tokens(), "attention_mask": MASK}
-PLACES: dict[str, dict[str, Any]] = {
+PART_SETTINGS: dict[str, dict[str, Any]] = {
     "encoder": {"padding": True},
     "decoder": {"causal": True},
     "cross": {"others": 7, "padding": True},
 }
-"""What is peculiar to each part: a causal mask, keys of another sequence."""
+"""Mask and key source per part; `others` is the length of the other sequence in cross-attention."""
 
 
 def write_t5(
     folder: Path, task: str = "ForConditionalGeneration", is_untied: bool = False, many: bool = False, **changes: Any
 ) -> Path:
-    """A stock T5 as a checkpoint with a tokenizer; untied, its head has weights of its own."""
+    """Save a stock T5 with a tokenizer; if `is_untied`, lm_head has its own weights; if `many`, in several shards."""
     model = lopsided(getattr(transformers, f"T5{task}")(stock_config("T5", **changes)))
     if is_untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0) + 0.01)
@@ -38,8 +38,8 @@ def write_t5(
     return write_model(model, folder, MANY_SHARDS if many else None, dtype)
 
 
-class Place:
-    """The first attention of a part in float64, and its inputs."""
+class PartLayer:
+    """The first attention layer of a part ("encoder", "decoder", "cross") in float64, with random inputs."""
 
     def __init__(self, part: str, mixers: dict[str, Any], backend: str = "eager") -> None:
         self.part = part
@@ -50,36 +50,36 @@ class Place:
         self.config, self.index = stack.config, 1 if part == "cross" else 0
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
-        others = PLACES[part].get("others")
+        others = PART_SETTINGS[part].get("others")
         self.source = torch.randn(2, others, 32, generator=generator, dtype=torch.float64) if others else None
         self.allowed = torch.ones(2, 5, others or 5, dtype=torch.bool)
-        if PLACES[part].get("causal"):
+        if PART_SETTINGS[part].get("causal"):
             self.allowed = self.allowed.tril()
-        if PLACES[part].get("padding"):
+        if PART_SETTINGS[part].get("padding"):
             self.allowed[1, :, 3:] = False
         self.inputs.requires_grad_()
 
     def ours(self) -> Tensor:
-        """The layer's outputs."""
+        """Return the output of the layer under test (B, T, hidden)."""
         eager = self.config._attn_implementation == "eager"
         mask = additive(self.allowed) if eager else self.allowed[:, None]
         output: Tensor = self.attention(self.inputs, mask, self.source)[0]
         return output
 
     def bias(self) -> Tensor | None:
-        """(H, T, S), read from the table of distances, entry by entry."""
+        """Return the relative position bias (H, T, S), read entry by entry from its table; None in cross-attention."""
         if self.part == "cross":
             return None
         table = self.attention.relative_attention_bias.weight
         bias = torch.empty(4, 5, 5, dtype=torch.float64)
         for t in range(5):
-            for s in range(5):  # distances under 8 have a bucket each, those of later keys behind the first 16
+            for s in range(5):  # each distance < 8 has its own bucket; buckets of later keys start at 16
                 bucket = t - s if s <= t else 16 + s - t
                 bias[:, t, s] = table[bucket if self.part == "encoder" else max(t - s, 0)]
         return bias
 
     def truth(self) -> Tensor:
-        """The oracle's outputs."""
+        """Return the output of the oracle (B, T, hidden)."""
         mixers, _ = oracle_view(self.config, self.index)
         names = {f"{name}.": f"{name}_proj." for name in "qkvo"}
         weights = {

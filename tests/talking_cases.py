@@ -1,4 +1,4 @@
-"""Random calls of Talking-Heads, whatever computes them, and what the plain computation gives."""
+"""Random Talking-Heads attention calls, compared with plain (eager) attention; shared by all backends' tests."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ STAGES = (["logits", "weights"], ["logits"], ["weights"])
 
 @dataclass(frozen=True)
 class Ranges:
-    """What sizes are drawn from."""
+    """Values from which random sizes are drawn."""
 
     batches: Sequence[int]
     shared: Sequence[int]
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     features: Sequence[int]
     lengths: Sequence[int]
 
@@ -63,11 +63,11 @@ class Drawn:
         self.direction = self.normal(self.batch, self.queries, self.heads, self.size)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Numbers of its own."""
+        """Return normal random numbers from this call's generator."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
     def run(self, eager: bool, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """The output and all gradients; eager attention gets the mask that the other one implies."""
+        """Return the output and all gradients; eager attention gets an explicit mask if `is_causal` implies one."""
         inputs = {name: x.to(dtype, copy=True).requires_grad_() for name, x in self.inputs.items()}
         module, mask = self.module.to(dtype), self.mask
         if mask is None and eager and self.causal and self.queries > 1:
@@ -80,42 +80,42 @@ class Drawn:
         output, weights = ALL_ATTENTION_FUNCTIONS[name](layer, *heads, mask, **options)
         assert (weights is None) is not eager
         leaves = inputs | dict(module.named_parameters())
-        found = torch.autograd.grad(output, list(leaves.values()), self.direction.to(dtype), allow_unused=True)
+        gradients = torch.autograd.grad(output, list(leaves.values()), self.direction.to(dtype), allow_unused=True)
         return {"output": output.detach()} | {
             name: torch.zeros_like(leaves[name]) if grad is None else grad
-            for name, grad in zip(leaves, found, strict=True)
+            for name, grad in zip(leaves, gradients, strict=True)
         }
 
     def agrees(self, dtype: torch.dtype, tolerance: float) -> None:
-        """In outputs and gradients."""
-        expected, found = self.run(eager=True), self.run(eager=False, dtype=dtype)
-        for name, wanted in expected.items():
-            assert (found[name] - wanted).abs().max() < tolerance * (1 + wanted.abs().max()), name
+        """Assert that outputs and gradients equal those of eager attention in float64 within a tolerance."""
+        expected, result = self.run(eager=True), self.run(eager=False, dtype=dtype)
+        for name, expected_value in expected.items():
+            assert (result[name] - expected_value).abs().max() < tolerance * (1 + expected_value.abs().max()), name
 
     def is_as_near(self, dtype: torch.dtype) -> None:
-        """As the plain computation in the same dtype."""
+        """Assert that errors against float64 are at most those of eager attention in the same dtype, plus a margin."""
         exact = self.run(eager=True)
-        plain, found = (self.run(eager, dtype) for eager in (True, False))
-        for name, wanted in exact.items():
-            assert found[name].dtype == dtype
-            scale = wanted.norm() + 1e-3
-            assert (found[name] - wanted).norm() < 1.5 * (plain[name] - wanted).norm() + 0.02 * scale, name
+        plain, result = (self.run(eager, dtype) for eager in (True, False))
+        for name, reference in exact.items():
+            assert result[name].dtype == dtype
+            scale = reference.norm() + 1e-3
+            assert (result[name] - reference).norm() < 1.5 * (plain[name] - reference).norm() + 0.02 * scale, name
 
 
 def causal(drawn: Drawn) -> torch.Tensor:
-    """(1, 1, T, S), the last query sees every key."""
+    """Return a causal mask (1, 1, T, S), aligned so that the last query attends to every key."""
     return torch.ones(1, 1, drawn.queries, drawn.keys, dtype=torch.bool).tril(drawn.keys - drawn.queries)
 
 
 def padded(drawn: Drawn, left: bool) -> torch.Tensor:
-    """Real tokens, one at least, on the other side."""
+    """Return a causal mask with random padding on one side and at least one real token per sequence."""
     counts = torch.randint(0, drawn.keys, (drawn.batch, 1), generator=drawn.generator)
     real = torch.arange(drawn.keys) >= counts
     return causal(drawn) & (real if left else real.flip(1))[:, None, None, :]
 
 
 def documents(drawn: Drawn) -> torch.Tensor:
-    """Packed: a token sees its own document."""
+    """Return a causal mask for packed documents: a token attends to its own document only."""
     document = (torch.rand(drawn.batch, drawn.keys, generator=drawn.generator) < 0.3).cumsum(-1)
     return causal(drawn) & (document[:, None, -drawn.queries :, None] == document[:, None, None, :])
 

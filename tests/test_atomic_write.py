@@ -1,4 +1,4 @@
-"""Output files: a link keeps its place, and what is no file is not replaced."""
+"""Atomic file writes: a symlink stays a symlink, and only regular files are replaced."""
 
 import os
 

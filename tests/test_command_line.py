@@ -34,13 +34,13 @@ def test_bars_show_bytes_and_the_time_that_is_left(capfd, monkeypatch):
         show("calibrating", 3, 30, "loss 2.5")
         show("writing", 0, 2_000_000_000)
         show("writing", 500_000_000, 2_000_000_000)
-    said = capfd.readouterr().err
-    assert re.search(r"calibrating .*3/30.*loss 2\.5", said)
-    assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", said)
+    output = capfd.readouterr().err
+    assert re.search(r"calibrating .*3/30.*loss 2\.5", output)
+    assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", output)
 
 
 def test_lines_say_how_long_it_takes(capfd, monkeypatch):
-    """Where nobody watches, and where a step takes longer than a bar remembers by itself."""
+    """Without a terminal, progress lines estimate the time left, also if single steps take minutes."""
     clock = [0.0]
     monkeypatch.setattr("crosshead_command.screen.time.monotonic", lambda: clock[0])
     with progress() as show:
@@ -59,7 +59,7 @@ def test_lines_say_how_long_it_takes(capfd, monkeypatch):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     write_stock(tmp_path / "source")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -142,17 +142,17 @@ def test_wrong_usage(line, command, words):
 
 
 def leaves(command):
-    """The commands below a group, or the command itself."""
+    """Return all commands below a group, or the command itself."""
     below = getattr(command, "commands", None)
-    return [command] if below is None else [leaf for each in below.values() for leaf in leaves(each)]
+    return [command] if below is None else [leaf for subcommand in below.values() for leaf in leaves(subcommand)]
 
 
 @pytest.mark.parametrize("command", leaves(typer.main.get_command(app)), ids=lambda command: command.name)
 def test_an_option_is_not_the_value_of_another(command):
-    arguments = ["x/y" for parameter in command.params if parameter.param_type_name == "argument"]
-    valued = [each for each in command.params if each.param_type_name == "option" and not each.is_flag]
+    arguments = ["x/y" for p in command.params if p.param_type_name == "argument"]
+    valued = [p for p in command.params if p.param_type_name == "option" and not p.is_flag]
     for option in valued:
-        others = [word for each in valued if each.required and each is not option for word in (each.opts[0], "x")]
+        others = [word for other in valued if other.required and other is not option for word in (other.opts[0], "x")]
         flag = max(option.opts, key=len)
         with pytest.raises(typer.BadParameter) as caught:
             command.make_context(command.name, [*arguments, *others, flag, "--json"])
@@ -160,11 +160,11 @@ def test_an_option_is_not_the_value_of_another(command):
         assert flag in caught.value.format_message()
 
 
-def test_an_output_folder_is_not_named_like_an_option(place, line):
-    before = sorted(place.iterdir())
+def test_an_output_folder_is_not_named_like_an_option(workspace, line):
+    before = sorted(workspace.iterdir())
     status, out, err = line("train small/smollm2_knocking --toy --dry-run")
     assert (status, out) == (2, "") and "--toy" in err and "--dry-run" in err
-    assert sorted(place.iterdir()) == before
+    assert sorted(workspace.iterdir()) == before
 
 
 def test_numbers_may_be_negative():
@@ -173,26 +173,26 @@ def test_numbers_may_be_negative():
     assert context.params["seed"] == -1
 
 
-def test_report_as_json(place, line):
+def test_report_as_json(workspace, line):
     status, out, err = line("convert source made --mixer knocking --no-verify --json")
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["counts"] == {"copied": 21, "rewritten": 0, "created": 6, "dropped": 0}
     assert report["folder"] == "made"
     assert {key: report[key] for key in report if key != "folder"} == json.loads(
-        (place / "made" / "conversion.json").read_text()
+        (workspace / "made" / "conversion.json").read_text()
     )
 
 
-def test_what_was_learnt_from_which_text_is_said(place, line):
-    (place / "own.txt").write_text("a quick brown fox, " * 40)
+def test_what_was_learnt_from_which_text_is_said(workspace, line):
+    (workspace / "own.txt").write_text("a quick brown fox, " * 40)
     status, out, err = line("convert source one --mixer explicit:value_heads=1 --no-verify")
     assert (status, err) == (0, "")
     assert "\ncalibrated on crosshead's default text" in out
     command = "convert source two --mixer explicit --layers auto --budget 80% --calibration own.txt --no-verify"
     status, out, err = line(command)
     assert (status, err) == (0, "")
-    chosen = json.loads((place / "two" / "conversion.json").read_text())["chosen"]
+    chosen = json.loads((workspace / "two" / "conversion.json").read_text())["chosen"]
     keys, values = (" ".join(map(str, chosen[side])) for side in ("key_heads", "value_heads"))
     texts = "calibrated on own.txt\nlayers chosen on own.txt\n"
     expected = f"KV cache: {chosen['cache']:.1%} of the source's; expected KL divergence: "
@@ -209,15 +209,15 @@ def test_a_text_of_several_lines_is_shown_on_one():
     ]
 
 
-def test_recipe(place, line):
-    (place / "recipe.yaml").write_text("mixers:\n  knocking: {form: gate, layers: [1]}\ndtype: bfloat16\n")
+def test_recipe(workspace, line):
+    (workspace / "recipe.yaml").write_text("mixers:\n  knocking: {form: gate, layers: [1]}\ndtype: bfloat16\n")
     assert line("convert source made --recipe recipe.yaml --no-verify")[0] == 0
-    content = json.loads((place / "made" / "config.json").read_text())
+    content = json.loads((workspace / "made" / "config.json").read_text())
     assert content["mixers"]["knocking"]["form"] == "gate"
     assert content["mixers"]["knocking"]["layers"] == [1]
     assert content["dtype"] == "bfloat16"
     assert line("convert source other --recipe recipe.yaml --dtype float16 --mixer talking --no-verify")[0] == 0
-    content = json.loads((place / "other" / "config.json").read_text())
+    content = json.loads((workspace / "other" / "config.json").read_text())
     assert list(content["mixers"]) == ["talking"]
     assert content["dtype"] == "float16"
 
@@ -231,30 +231,30 @@ def test_debug_shows_where(line, command, monkeypatch):
     assert err.splitlines()[-1].startswith("crosshead: error: './none' does not exist")
 
 
-def test_overwrite(place, line):
+def test_overwrite(workspace, line):
     command = "convert source made --no-verify --mixer"
     assert line(f"{command} knocking")[0] == 0
     assert line(f"{command} talking")[0] == 1
     assert line(f"{command} talking --overwrite")[0] == 0
-    assert list(json.loads((place / "made" / "config.json").read_text())["mixers"]) == ["talking"]
+    assert list(json.loads((workspace / "made" / "config.json").read_text())["mixers"]) == ["talking"]
 
 
 @pytest.mark.slow
-def test_models_on_the_hub(place, monkeypatch):
+def test_models_on_the_hub(workspace, monkeypatch):
     crosshead.convert("source", "uploaded", {"knocking": {}}, verify=False)
     stock, ours = (
-        {file.name: file.read_bytes() for file in (place / folder).iterdir()} for folder in ("source", "uploaded")
+        {file.name: file.read_bytes() for file in (workspace / folder).iterdir()} for folder in ("source", "uploaded")
     )
     with serving({"org/toy": Repository(stock), "org/made": Repository(ours)}) as hub:
-        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
+        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(workspace / "home"), "HF_HUB_DISABLE_XET": "1"}
         settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # which main() sets in this process
+        monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # main() has set it in this process
         command = ("-m", "crosshead", "convert", "org/toy", "made", "--mixer", "talking", "--no-verify")
         done = process(*command, **settings)
         verified = process("-m", "crosshead", "verify", "source", "org/made", "--json", **settings)
         wrong = process(*command[:3], "org/tyo", *command[4:], **settings)
     assert (done[0], done[2]) == (0, "")
-    source = json.loads((place / "made" / "conversion.json").read_text())["source"]
+    source = json.loads((workspace / "made" / "conversion.json").read_text())["source"]
     assert (source["name"], source["revision"]) == ("org/toy", COMMIT)
     assert (verified[0], verified[2]) == (0, "")
     assert json.loads(verified[1])["verification"]["must_equal"]

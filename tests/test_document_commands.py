@@ -1,4 +1,4 @@
-"""Every command that a document shows works: its options exist, and it does its work on toys."""
+"""Every command shown in a document works: its options exist, and it succeeds on toys."""
 
 import json
 import os
@@ -25,33 +25,33 @@ from rules import ROOT
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
 COMMANDS = {name: list(shown.shown(path)) for name, path in DOCUMENTS.items()}
 SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
-"""What is measured elsewhere needs no time here."""
+"""Sizes of `crosshead bench train`, shrunk to make the documented command quick."""
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def resolved(words):
-    """The command that words name, and the words behind its name."""
-    found = typer.main.get_command(app)
-    while words and words[0] in getattr(found, "commands", {}):
-        found, words = found.commands[words[0]], words[1:]
-    return found, words
+    """Return the typer command that the words name, and its remaining arguments."""
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
 
 
 def options(command):
-    """The options of a command."""
+    """Return all option names of a command."""
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """Toys, and the commands that were run on them: a document may go on with what another has made."""
+    """Folder of toys, and the commands already run in it: later documents may use earlier outputs."""
     folder = tmp_path_factory.mktemp("toys")
     shown.prepare(folder)
     return folder, set()
 
 
 @pytest.fixture
-def place(toys, monkeypatch):
+def workspace(toys, monkeypatch):
     monkeypatch.chdir(toys[0])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(bench_train, "SHAPE", bench_train.SHAPE | SMALL)
@@ -61,13 +61,13 @@ def place(toys, monkeypatch):
 
 
 def with_commands():
-    return [name for name, commands in COMMANDS.items() if any(shown.ours(each) for each in commands)]
+    return [name for name, commands in COMMANDS.items() if any(shown.ours(command) for command in commands)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", with_commands())
-def test_commands_work(name, place, capfd, monkeypatch):
-    _, done = place
+def test_commands_work(name, workspace, capfd, monkeypatch):
+    _, done = workspace
     for command in COMMANDS[name]:
         words = shown.ours(command)
         if words is None or command in done or shown.SERVING.search(command):
@@ -80,7 +80,7 @@ def test_commands_work(name, place, capfd, monkeypatch):
 
 @pytest.mark.parametrize("name", with_commands())
 def test_commands_are_understood(name):
-    """Their options and values, without doing the work."""
+    """The commands parse, with their options and values; nothing is run."""
     for words in filter(None, map(shown.ours, COMMANDS[name])):
         command, rest = resolved(shown.at_toy_size(words))
         assert not hasattr(command, "commands"), f"{words}: which command of {command.name}?"
@@ -90,15 +90,15 @@ def test_commands_are_understood(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_within_sentences_exist(name):
     for command in shown.mentioned(DOCUMENTS[name]):
-        found, rest = resolved(command.split()[1:])
-        assert not hasattr(found, "commands") or not rest, f"{command} is no command"
-        assert {word for word in rest if word.startswith("--")} <= options(found), command
+        command_or_group, rest = resolved(command.split()[1:])
+        assert not hasattr(command_or_group, "commands") or not rest, f"{command} is no command"
+        assert {word for word in rest if word.startswith("--")} <= options(command_or_group), command
         assert all(word.startswith("--") for word in rest), f"{command} is to be run: it belongs into a block"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_options_exist(name):
-    """Also those that are named alone."""
+    """Also checks options that are mentioned without a command."""
     known = {"--nproc_per_node", "--tensor-parallel-size", *launch_command_parser()._option_string_actions}
     groups = [typer.main.get_command(app)]
     while groups:
@@ -123,8 +123,8 @@ def target(words):
 
 def extra(words):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"\[(.*)\]", words[-1])
-    assert words[:2] == ["install", "-e"] and set(asked) <= extras.keys()
+    requested = re.findall(r"\[(.*)\]", words[-1])
+    assert words[:2] == ["install", "-e"] and set(requested) <= extras.keys()
 
 
 def configuration(words):
@@ -137,16 +137,16 @@ def script(words):
 
 
 def tasks(words):
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    folder = ROOT / given["--include_path"]
-    assert all((folder / f"{task}.yaml").is_file() for task in given["--tasks"].split(","))
+    options_given = dict(zip(words[::2], words[1::2], strict=True))
+    folder = ROOT / options_given["--include_path"]
+    assert all((folder / f"{task}.yaml").is_file() for task in options_given["--tasks"].split(","))
 
 
 CHECKS = {"make": target, "pip": extra, "accelerate": configuration, "python": script, "lm_eval": tasks}
 
 
 def ended(command, folder, **environment):
-    """What a program has written, having done its work."""
+    """Run a program and return its stdout; fail if its exit status is not 0."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")} | environment
     done = subprocess.run(
         command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=900
@@ -159,13 +159,13 @@ def ended(command, folder, **environment):
 def test_make_demo_works(tmp_path):
     assert "make demo" in COMMANDS["README.md"]
     options = (f"PYTHON={sys.executable}", f"DEMO={tmp_path / 'demo'}", "ARGS=--tiny")
-    told = ended(["make", "-s", "-C", str(ROOT), "demo", *options], tmp_path)
-    assert told.splitlines()[0].startswith("model") and (tmp_path / "demo" / "heads.html").is_file()
+    output = ended(["make", "-s", "-C", str(ROOT), "demo", *options], tmp_path)
+    assert output.splitlines()[0].startswith("model") and (tmp_path / "demo" / "heads.html").is_file()
 
 
 @pytest.mark.slow
 def test_two_processes_are_launched(toys, tmp_path):
-    (command,) = (each for each in COMMANDS["recipes/accelerate/README.md"] if each.startswith("torchrun"))
+    (command,) = (line for line in COMMANDS["recipes/accelerate/README.md"] if line.startswith("torchrun"))
     program, *words = command.replace("RECIPE.yaml", str(toys[0] / "recipe.yaml")).replace("FOLDER", "toy").split()
     assert program == "torchrun" and "2" in words
     with socket.socket() as free:
@@ -178,8 +178,8 @@ def test_two_processes_are_launched(toys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if shown.blocks(DOCUMENTS[name], "python")])
-def test_examples_in_python_work(name, place, tmp_path, monkeypatch):
-    folder, _ = place
+def test_examples_in_python_work(name, workspace, tmp_path, monkeypatch):
+    folder, _ = workspace
     monkeypatch.chdir(tmp_path)
     for toy in {"model", "dit_result", *shown.HUB.values()}:
         Path(toy).symlink_to(folder / toy)
@@ -205,9 +205,9 @@ def test_what_counts_as_a_command(tmp_path):
         "    a tree/    of folders\n\n"
         "```sh\naccelerate launch --config_file x \\\n  -m crosshead train RECIPE.yaml\n```\n"
     )
-    found = list(shown.shown(page))
+    commands = list(shown.shown(page))
     launched = "accelerate launch --config_file x -m crosshead train RECIPE.yaml"
-    assert found == [launched, "crosshead fold MODEL OUT", "make test"]
+    assert commands == [launched, "crosshead fold MODEL OUT", "make test"]
     assert shown.ours(launched) == ["train", "RECIPE.yaml"]
     assert shown.ours("make test") is None
     assert shown.mentioned(page) == ["crosshead eval"]

@@ -1,4 +1,4 @@
-"""What documents say is true: what they name is there, tables are as the code has it."""
+"""Statements of the documents are true: named files and links exist, tables of options match the code."""
 
 import re
 import tomllib
@@ -13,14 +13,14 @@ from rules import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
 PAGES = DOCUMENTS | {shown.name_of(path): path for path in shown.pages()}
-"""The generated ones as well."""
+"""All documents, including the generated model cards."""
 README = DOCUMENTS["README.md"].read_text(encoding="utf-8")
 CONTRIBUTING = DOCUMENTS["CONTRIBUTING.md"].read_text(encoding="utf-8")
 NAMED_FILE = re.compile(r"`(\.?[\w-][\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
 MADE = re.compile(
     r"((configuration|modeling)_crosshead\.py|checkpoint-STEP|measured/RECIPE|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|drift)\b"
 )
-"""Names of what commands make, and of metrics."""
+"""Matches names of generated files and of metrics, which do not exist in the repository."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADINGS = (
     "What it does",
@@ -32,7 +32,7 @@ HEADINGS = (
     "Limits",
     "Paper",
 )
-"""Of a mechanism's page."""
+"""Required headings of a mechanism's page."""
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -41,19 +41,19 @@ def anchor(heading):
 
 
 def options_in(table):
-    """The first words of a table's rows, and the words between backquotes behind them."""
+    """Return for each row of a table its first backquoted word -> the backquoted words after it."""
     rows = [line for line in table.splitlines() if line.startswith(("| `", "| [`"))]
     return {names[0]: names[1:] for names in (re.findall(r"`(\w+)`", row) for row in rows)}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_named_files_exist(name):
-    place = PAGES[name].parent
+    folder = PAGES[name].parent
     recipes = shipped_recipes()
     missing = [
         file
         for file in NAMED_FILE.findall(PAGES[name].read_text(encoding="utf-8"))
-        if not (ROOT / file).exists() and not (place / file).exists() and file not in recipes and not MADE.match(file)
+        if not (ROOT / file).exists() and not (folder / file).exists() and file not in recipes and not MADE.match(file)
     ]
     assert missing == []
 
@@ -72,14 +72,14 @@ def test_links_lead_somewhere(name):
 
 
 def test_every_document_is_reached_from_the_first():
-    seen, todo = set(), [ROOT / "README.md"]
+    visited, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop().resolve()
-        if page not in seen and page.suffix == ".md":
-            seen.add(page)
+        if page not in visited and page.suffix == ".md":
+            visited.add(page)
             links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
             todo += [page.parent / link for link in links if link and not link.startswith("https://")]
-    assert {path.resolve() for path in DOCUMENTS.values()} <= seen
+    assert {path.resolve() for path in DOCUMENTS.values()} <= visited
 
 
 def test_the_first_page_is_short():
@@ -117,12 +117,12 @@ def test_documents_go_neither_to_the_hub_nor_into_the_wheel():
     folders = dict(project["package-dir"])
     patterns = [
         f"{folders.get(package, package)}/{pattern}"
-        for package, found in project["package-data"].items()
-        for pattern in found
+        for package, package_patterns in project["package-data"].items()
+        for pattern in package_patterns
         if package != "*"
     ]
-    kept = [*DOCUMENTS, "modeling/docs/heads.svg"]
-    assert [(name, pattern) for name in kept for pattern in patterns if fnmatch(name, pattern)] == []
+    excluded = [*DOCUMENTS, "modeling/docs/heads.svg"]
+    assert [(name, pattern) for name in excluded for pattern in patterns if fnmatch(name, pattern)] == []
 
 
 def test_the_mechanism_that_the_guide_adds_is_ours():

@@ -1,4 +1,4 @@
-"""Every command works, writes the fields that the page on formats names, and lets no access token out."""
+"""Every command works, writes only fields documented in formats.md, and leaks no access token."""
 
 import json
 import re
@@ -23,29 +23,29 @@ def chain(tmp_path_factory):
 
 @pytest.fixture
 def report(chain):
-    """A JSON file that a command has written."""
+    """Return a function that reads a JSON file written by a command."""
     return lambda path: json.loads((chain.folder / path).read_text())
 
 
 def keys_of(content):
-    """Every key of a JSON object that is a name, and not a tensor's or a number."""
+    """Return all keys in nested JSON that look like field names (not tensor names or numbers)."""
     if isinstance(content, list):
         return set().union(*map(keys_of, content))
     if not isinstance(content, dict):
         return set()
-    found = {key for key in content if re.fullmatch(r"[a-z][a-z_0-9]*", key)}
-    return found | set().union(*(keys_of(value) for value in content.values()))
+    names = {key for key in content if re.fullmatch(r"[a-z][a-z_0-9]*", key)}
+    return names | set().union(*(keys_of(value) for value in content.values()))
 
 
 def fields_in(heading):
-    """All that a section of the formats names."""
+    """Return the field names that a section of formats.md mentions."""
     section = FORMATS.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert section
     return set(re.findall(r"[a-z][a-z_0-9]*", " ".join(re.findall(r"`([^`]+)`", section))))
 
 
 def holding(folder, token):
-    """The files that hold a token, by their place in the folder."""
+    """Return the relative paths of the files that contain a token."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix() for path in files if token.encode() in path.read_bytes()}
 
@@ -57,21 +57,21 @@ def test_every_command_did_its_work(chain):
 
 
 def test_there_and_back(chain, report):
-    out, err = chain.said(CONVERT)
+    out, err = chain.output(CONVERT)
     assert err == "" and "created" in out
     assert (
         report("made/conversion.json")["verification"]
-        == json.loads(chain.said("verify source made --json")[0])["verification"]
+        == json.loads(chain.output("verify source made --json")[0])["verification"]
     )
     assert report("made/conversion.json")["verification"]["must_equal"]
-    assert chain.said(FOLD)[1] == ""
+    assert chain.output(FOLD)[1] == ""
     back, source = (snapshot(chain.folder / name)["model.safetensors"][1] for name in ("back", "source"))
     assert back == source
 
 
 def test_the_demo_leaves_models_with_cards(chain):
     models = [f"tiny-llama-{name}" for name in ("knocking", "explicit", "mixture", "explicit-trained")]
-    check_made(chain.folder / "crosshead-demo-tiny", chain.said("demo --tiny")[0], models)
+    check_made(chain.folder / "crosshead-demo-tiny", chain.output("demo --tiny")[0], models)
 
 
 def test_the_token_of_the_environment_is_nowhere(chain):
@@ -82,7 +82,7 @@ def test_the_token_of_the_environment_is_nowhere(chain):
 def test_the_token_in_a_models_files_goes_no_further(chain):
     assert holding(chain.folder, PLANTED) == LEFT_WITH_IT
     assert PLANTED not in chain.stdout + chain.stderr
-    assert "ours/config.json" in chain.said("push ours me/ours")[1]
+    assert "ours/config.json" in chain.output("push ours me/ours")[1]
     assert (chain.folder / "hub" / "config.json").is_file()
 
 
@@ -110,8 +110,8 @@ def test_a_run_has_the_fields_that_are_named(chain, report):
     lines = [json.loads(line) for line in (chain.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     named = fields_in("A training run")
     assert report("run/model/training.json").keys() <= named
-    found = {key.partition("/")[0] for line in lines for key in line if not key.startswith("eval_")}
-    assert found - {"epoch"} - named == set()
+    keys = {key.partition("/")[0] for line in lines for key in line if not key.startswith("eval_")}
+    assert keys - {"epoch"} - named == set()
     caches = [json.loads(path.read_text()) for path in chain.folder.rglob("tokens/*/cache.json")]
     assert caches and set().union(*caches) <= named
     assert {"run.json", "metrics.jsonl", "model", ".lock"} <= {path.name for path in (chain.folder / "run").iterdir()}
@@ -119,22 +119,22 @@ def test_a_run_has_the_fields_that_are_named(chain, report):
 
 def test_measurements_have_the_fields_that_are_named(chain, report):
     named = fields_in("Scores and other measurements")
-    costs = json.loads(chain.said("cost made --json")[0])
+    costs = json.loads(chain.output("cost made --json")[0])
     figures = {f"{phase}_{unit}" for phase in SPEED for unit in ("flops", "multiplications")}
     assert costs.keys() <= named and costs["cost"].keys() - figures <= named
     for scores in (report("eval.json"), report("rows.json")):
-        for each in (scores, *scores["models"], *scores["compared"], scores.get("data", {})):
-            assert each.keys() <= named
-            assert all(row.keys() <= named for row in each.get("scores", ()))
+        for entry in (scores, *scores["models"], *scores["compared"], scores.get("data", {})):
+            assert entry.keys() <= named
+            assert all(row.keys() <= named for row in entry.get("scores", ()))
     page = report("page.json")
     for model in page["models"]:
-        for each in (
+        for entry in (
             page,
             model,
             *model["texts"],
             *model["texts"][0]["layers"],
             model["texts"][0]["layers"][0]["maps"],
         ):
-            assert each.keys() <= named
+            assert entry.keys() <= named
     heads = report("heads.json")
     assert heads.keys() <= named and all(row.keys() <= named for row in heads["models"]["made"])

@@ -1,4 +1,4 @@
-"""Folders of somebody else: their code does not run, and private files and tokens are neither copied nor published."""
+"""Untrusted model folders: their code does not run; private files and tokens are neither copied nor published."""
 
 import json
 import shutil
@@ -27,16 +27,16 @@ SECRET = "hf_" + "a1B2" * 6
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    place = tmp_path_factory.mktemp("folders")
-    write_stock(place / "source")
-    crosshead.convert(place / "source", place / "made", {"knocking": {}}, verify=False)
-    write_card(place / "made")
-    return place
+    workspace = tmp_path_factory.mktemp("folders")
+    write_stock(workspace / "source")
+    crosshead.convert(workspace / "source", workspace / "made", {"knocking": {}}, verify=False)
+    write_card(workspace / "made")
+    return workspace
 
 
 @pytest.fixture
-def place(folders, tmp_path, monkeypatch):
-    """Copies of a stock model and a converted one, and code that leaves a file when it runs."""
+def workspace(folders, tmp_path, monkeypatch):
+    """Folder with copies of a stock and a converted model, and with code that writes the file `ran` when it runs."""
     for name in ("source", "made"):
         shutil.copytree(folders / name, tmp_path / name)
     (tmp_path / "elsewhere").mkdir()
@@ -47,49 +47,49 @@ def place(folders, tmp_path, monkeypatch):
     return tmp_path
 
 
-def other_code(place):
-    config = json.loads((place / "made/config.json").read_text())
-    mapped = {name: f"{place / 'elsewhere'}--{value}" for name, value in config["auto_map"].items()}
-    edit_json(place / "made", "config.json", auto_map=mapped)
+def other_code(workspace):
+    config = json.loads((workspace / "made/config.json").read_text())
+    mapped = {name: f"{workspace / 'elsewhere'}--{value}" for name, value in config["auto_map"].items()}
+    edit_json(workspace / "made", "config.json", auto_map=mapped)
 
 
-def tokenizer_code(place):
-    (place / "made/tok.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
+def tokenizer_code(workspace):
+    (workspace / "made/tok.py").write_text(f"open({str(workspace / 'ran')!r}, 'w')\n")
     edit_json(
-        place / "made", "tokenizer_config.json", auto_map={"AutoTokenizer": ["tok.T", None]}, tokenizer_class="T"
+        workspace / "made", "tokenizer_config.json", auto_map={"AutoTokenizer": ["tok.T", None]}, tokenizer_class="T"
     )
 
 
 @pytest.mark.parametrize("damage", [other_code, tokenizer_code])
 @pytest.mark.parametrize("command", ["verify source made", "push made me/x --dry-run"])
-def test_code_that_is_named_does_not_run(damage, command, place, capfd, monkeypatch):
-    damage(place)
+def test_code_that_is_named_does_not_run(damage, command, workspace, capfd, monkeypatch):
+    damage(workspace)
     status, _, err = run(capfd, monkeypatch, command)
-    assert status == 1 and err.count("\n") == 1 and not (place / "ran").exists()
+    assert status == 1 and err.count("\n") == 1 and not (workspace / "ran").exists()
     assert "--trust-remote-code" in err or "of this machine" in err
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "LICENSE", "1_Pooling/config.json"])
-def test_links_to_other_files_are_not_copied(name, place):
-    (place / "private").write_text("{}")
-    (place / "source/1_Pooling").mkdir()
-    (place / "source" / name).symlink_to(place / "private")
+def test_links_to_other_files_are_not_copied(name, workspace):
+    (workspace / "private").write_text("{}")
+    (workspace / "source/1_Pooling").mkdir()
+    (workspace / "source" / name).symlink_to(workspace / "private")
     with pytest.raises(ConversionError, match="is a link to"):
-        crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
-    assert not (place / "out").exists()
+        crosshead.convert(workspace / "source", workspace / "out", {"gating": {}}, verify=False)
+    assert not (workspace / "out").exists()
 
 
-def test_links_to_files_of_the_same_name_are(place):
-    shutil.move(place / "source/tokenizer.json", place / "tokenizer.json")
-    (place / "source/tokenizer.json").symlink_to("../tokenizer.json")
-    crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
-    assert not (place / "out/tokenizer.json").is_symlink()
+def test_links_to_files_of_the_same_name_are(workspace):
+    shutil.move(workspace / "source/tokenizer.json", workspace / "tokenizer.json")
+    (workspace / "source/tokenizer.json").symlink_to("../tokenizer.json")
+    crosshead.convert(workspace / "source", workspace / "out", {"gating": {}}, verify=False)
+    assert not (workspace / "out/tokenizer.json").is_symlink()
 
 
-def test_folders_of_a_folder_are_not_copied(place):
-    (place / "source/1_Pooling/keys.json").mkdir(parents=True)
+def test_folders_of_a_folder_are_not_copied(workspace):
+    (workspace / "source/1_Pooling/keys.json").mkdir(parents=True)
     with pytest.raises(ConversionError, match="1_Pooling"):
-        crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
+        crosshead.convert(workspace / "source", workspace / "out", {"gating": {}}, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -102,28 +102,28 @@ def test_folders_of_a_folder_are_not_copied(place):
         ("notes.txt", None),
     ],
 )
-def test_what_is_not_published(name, content, place):
-    (place / "made" / name).parent.mkdir(exist_ok=True)
+def test_what_is_not_published(name, content, workspace):
+    (workspace / "made" / name).parent.mkdir(exist_ok=True)
     if content is None:
-        (place / "private").write_text("mine")
-        (place / "made" / name).symlink_to(place / "private")
+        (workspace / "private").write_text("mine")
+        (workspace / "made" / name).symlink_to(workspace / "private")
     else:
-        (place / "made" / name).write_bytes(content)
+        (workspace / "made" / name).write_bytes(content)
     with pytest.raises(FolderError, match=name.split("/")[-1]):
-        check_folder(place / "made", TOKEN)
+        check_folder(workspace / "made", TOKEN)
 
 
-def test_a_planted_link_is_not_written_through(place):
-    private = place / "private"
+def test_a_planted_link_is_not_written_through(workspace):
+    private = workspace / "private"
     private.write_text("mine")
     for name in (".conversion.json.partial", ".README.md.partial"):
-        (place / "made" / name).symlink_to(private)
-    write_json(place / "made/conversion.json", {})
-    write_whole({place / "made/README.md": "text"})
+        (workspace / "made" / name).symlink_to(private)
+    write_json(workspace / "made/conversion.json", {})
+    write_whole({workspace / "made/README.md": "text"})
     assert private.read_text() == "mine"
-    (place / "made/report.md").symlink_to(place / "not there")
+    (workspace / "made/report.md").symlink_to(workspace / "not there")
     with pytest.raises(EvalError, match=r"report\.md is a broken link"):
-        write_whole({place / "made/report.md": "text"})
+        write_whole({workspace / "made/report.md": "text"})
 
 
 def test_forms_of_tokens():
@@ -150,16 +150,16 @@ def test_messages_show_no_password_and_no_codes(capsys):
     assert capsys.readouterr().err == "crosshead: model_type '\\x1b[31mllama'\n"
 
 
-def test_records_cannot_leave_their_place_on_a_card(place):
-    record = json.loads((place / "made/conversion.json").read_text())
+def test_records_cannot_leave_their_place_on_a_card(workspace):
+    record = json.loads((workspace / "made/conversion.json").read_text())
     record["source"] = {"kind": "folder", "name": "x`\n```\n\n<script>alert(1)</script>"}
-    (place / "made/conversion.json").write_text(json.dumps(record))
+    (workspace / "made/conversion.json").write_text(json.dumps(record))
     recipe = {"output": 'a/x"); import os #', "hub": {"repo": "k\n```\n# heading"}, "model": {"path": "x"}}
-    (place / "model").mkdir()
-    for path in (place / "made").iterdir():
-        shutil.copy(path, place / "model")
-    (place / "model/training.json").write_text(json.dumps({"recipe": recipe}))
-    text = card_text(read_facts(place / "model", ()))
+    (workspace / "model").mkdir()
+    for path in (workspace / "made").iterdir():
+        shutil.copy(path, workspace / "model")
+    (workspace / "model/training.json").write_text(json.dumps({"recipe": recipe}))
+    text = card_text(read_facts(workspace / "model", ()))
     outside, fence = [], ""
     for line in text.splitlines():
         marks = line[: len(line) - len(line.lstrip("`"))]
@@ -176,21 +176,21 @@ def test_records_cannot_leave_their_place_on_a_card(place):
     "command",
     [["inspect", "source", "--text", "a b c", "--out", "x.html"], "eval source --suite offline --out x.json"],
 )
-def test_more_layers_than_any_model_has(command, place, capfd, monkeypatch):
-    edit_json(place / "source", "config.json", num_hidden_layers=100_000_000)
+def test_more_layers_than_any_model_has(command, workspace, capfd, monkeypatch):
+    edit_json(workspace / "source", "config.json", num_hidden_layers=100_000_000)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and "num_hidden_layers=100000000" in err
 
 
 def test_a_record_cannot_allow_any_difference():
-    most = recorded_tolerance({"logits": 1e9, "divergence": 1e9})
-    assert (most.logits, most.divergence) == (0.1, 0.01)
+    tolerance = recorded_tolerance({"logits": 1e9, "divergence": 1e9})
+    assert (tolerance.logits, tolerance.divergence) == (0.1, 0.01)
     assert recorded_tolerance({"logits": None, "divergence": 1e-5}) == Tolerance(None, 1e-5)
 
 
-def test_a_chat_template_that_is_named_by_a_path(place):
+def test_a_chat_template_that_is_named_by_a_path(workspace):
     templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "../../dropped", "template": "{{ 2 }}"}]
-    edit_json(place / "source", "tokenizer_config.json", chat_template=templates)
-    options = SimpleNamespace(tokenizer=None, path=str(place / "source"))
+    edit_json(workspace / "source", "tokenizer_config.json", chat_template=templates)
+    options = SimpleNamespace(tokenizer=None, path=str(workspace / "source"))
     with pytest.raises(RecipeError, match=r"dropped"):
         load_tokenizer(SimpleNamespace(model=options))

@@ -1,4 +1,4 @@
-"""A model on the Hub in one of its revisions, as the source of a conversion, in an evaluation and in a recipe."""
+"""Model names: short labels, and `name@revision` of the Hub in conversions, evaluations and recipes."""
 
 from typing import Any
 
@@ -44,14 +44,14 @@ MODEL = "org/toy@v1"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Weights of the first and the newest commit, and their files."""
-    found = []
+    """The state dict and the files of the first and of the newest commit."""
+    commits = []
     for seed in (1, 2):
         model = toys.lopsided(toys.stock_model("Llama"), seed)
         folder = write_scorable(model, tmp_path_factory.mktemp("model"))
         (folder / "LICENSE").write_text(f"licence {seed}")
-        found.append((model.state_dict(), {file.name: file.read_bytes() for file in folder.iterdir()}))
-    return found
+        commits.append((model.state_dict(), {file.name: file.read_bytes() for file in folder.iterdir()}))
+    return commits
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def hub(saved, monkeypatch, tmp_path):
 
 
 def assert_equal(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    found = model.state_dict()
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def recipe(folder: Any, name: str) -> Recipe:
 
 def test_a_recipe_trains_the_revision(hub, saved, tmp_path):
     for name, (weights, files) in zip((MODEL, "org/toy"), saved, strict=True):
-        asked = recipe(tmp_path, name)
-        tokenizer = load_tokenizer(asked)
-        assert models.vocabulary_size(asked) == toys.stock_config("Llama").vocab_size
-        assert_equal(models.load_model(asked, tokenizer), weights)
+        trained = recipe(tmp_path, name)
+        tokenizer = load_tokenizer(trained)
+        assert models.vocabulary_size(trained) == toys.stock_config("Llama").vocab_size
+        assert_equal(models.load_model(trained, tokenizer), weights)
         assert_equal(models.load_teacher(name, 61, tokenizer), weights)
-        assert [path.read_bytes() for path in models.copied_files(asked.model)] == [files["LICENSE"]]
+        assert [path.read_bytes() for path in models.copied_files(trained.model)] == [files["LICENSE"]]
     missing = recipe(tmp_path, "org/toy@v2")
     with pytest.raises(RecipeError, match=r"model\.path=org/toy@v2 is not a folder"):
         load_tokenizer(missing)

@@ -1,4 +1,4 @@
-"""What crosshead saves loads where torch and transformers are alone, and still does after being saved there."""
+"""Saved models load in an environment with torch and transformers only, also after they are saved again there."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ SCRIPTS = Path(__file__).parent / "published"
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """An interpreter that has torch and transformers, and what these need."""
+    """Interpreter of an environment with torch, transformers and their dependencies only."""
     return linked_environment(tmp_path_factory.mktemp("bare") / "env", ["torch", "transformers"])
 
 
 def run(python: Path | str, *arguments: str | Path, home: Path) -> str:
-    """Run a script in a process of its own, offline, with an empty cache of remote code."""
+    """Run a script in a subprocess, offline, with an empty cache of remote code; return its stdout."""
     home.mkdir()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
     command = [str(python), "-P", *map(str, arguments)]
@@ -35,10 +35,10 @@ def test_published_models_load_without_crosshead(tier: str, bare: Path, tmp_path
     run(sys.executable, SCRIPTS / "write.py", first, tier, home=tmp_path / "writer")
     written = len(list(first.iterdir()))
     assert written == len(BACKBONES) * (len(CASES) + 1) + 1 if tier == "all" else written > len(CASES)
-    found = run(bare, SCRIPTS / "load.py", first, second, home=tmp_path / "reader")
-    assert found.startswith(f"{written} models loaded")
-    found = run(bare, SCRIPTS / "load.py", second, third, home=tmp_path / "second reader")
-    assert found.startswith(f"{written} models loaded")
+    output = run(bare, SCRIPTS / "load.py", first, second, home=tmp_path / "reader")
+    assert output.startswith(f"{written} models loaded")
+    output = run(bare, SCRIPTS / "load.py", second, third, home=tmp_path / "second reader")
+    assert output.startswith(f"{written} models loaded")
 
 
 def test_the_bare_environment_has_no_more(bare: Path, tmp_path: Path) -> None:

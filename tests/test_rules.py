@@ -1,4 +1,4 @@
-"""Every rule of the code base holds in every file, and each rule finds a snippet that breaks it."""
+"""Every rule of the code base holds in every file, and each rule detects a snippet that breaks it."""
 
 import re
 import tomllib
@@ -130,7 +130,7 @@ def sources():
 
 def test_mechanisms_and_attention_name_no_backbone(sources):
     families = {config.class_prefix.removeprefix("Crosshead").lower() for config in crosshead.FAMILIES} | {"dit"}
-    shared = "transformers.models.llama.modeling_llama import apply_rotary_pos_emb"  # the library keeps it there
+    shared = "transformers.models.llama.modeling_llama import apply_rotary_pos_emb"  # its place in transformers
     named = re.compile(rf"\b({'|'.join(families)})(\d|_\w+)?\b")
     common = {f"modeling/{name}.py" for name in ("attention", "backends", "cache", "ops")}
     files = [path for path in sources if path in common or path.startswith("modeling/mechanisms/")]
@@ -141,24 +141,24 @@ def test_mechanisms_and_attention_name_no_backbone(sources):
 
 @pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
 def test_files_keep_rule(rule, sources):
-    found = {path: rule(sources[path]) for path in OURS}
-    assert {path: said for path, said in found.items() if said} == {}, rule.__doc__
+    violations = {path: rule(sources[path]) for path in OURS}
+    assert {path: lines for path, lines in violations.items() if lines} == {}, rule.__doc__
 
 
 def test_files_name_no_machine(sources):
-    found = {path: rules.machine_paths(source) for path, source in sources.items()}
-    assert {path: said for path, said in found.items() if said} == {}
+    violations = {path: rules.machine_paths(source) for path, source in sources.items()}
+    assert {path: lines for path, lines in violations.items() if lines} == {}
 
 
 @each_rule
 def test_rule_catches(rule):
-    missed = [(path, text) for each, path, text in BROKEN if each is rule and not rule(Source(path, text))]
+    missed = [(path, text) for case_rule, path, text in BROKEN if case_rule is rule and not rule(Source(path, text))]
     assert missed == []
 
 
 @each_rule
 def test_rule_lets_pass(rule):
-    caught = [(path, text) for each, path, text in FINE if each is rule and rule(Source(path, text))]
+    caught = [(path, text) for case_rule, path, text in FINE if case_rule is rule and rule(Source(path, text))]
     assert caught == []
 
 
@@ -181,7 +181,7 @@ def test_no_import_cycles(sources):
 
 def test_every_folder_is_packaged():
     folders = {path.rpartition("/")[0] for path in FILES if path.endswith("/__init__.py")}
-    names = {each: "crosshead" if each == "crosshead" else f"crosshead.{each.replace('/', '.')}" for each in folders}
+    names = {path: "crosshead" if path == "crosshead" else f"crosshead.{path.replace('/', '.')}" for path in folders}
     installed = {name: folder for folder, name in names.items() if folder.split("/")[0] in rules.FOLDERS[1:]}
     installed |= {"crosshead": "crosshead", "crosshead_command": "crosshead/command"}
     assert TABLES["package-dir"] == installed

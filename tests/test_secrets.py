@@ -1,4 +1,4 @@
-"""An access token in a model's files is left out or refused; `test_every_command.py` looks for it everywhere."""
+"""Access tokens in a model's files are left out or refused; `test_every_command.py` searches all outputs for them."""
 
 import json
 from pathlib import Path
@@ -41,13 +41,13 @@ def test_a_token_in_a_key_is_refused(file, tmp_path):
 
 def test_a_token_in_the_template_of_a_gguf_file_is_refused(tmp_path):
     gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
-    said = {"tokenizer.chat_template": f"{{# {PLANTED} #}}"}
-    source = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama", **said)
+    metadata = {"tokenizer.chat_template": f"{{# {PLANTED} #}}"}
+    source = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama", **metadata)
     refused(source, f"chat_template.jinja of {source} contains an access token")
 
 
 def refused(source, words):
-    """A conversion does not begin, and does not repeat the token."""
+    """Assert that a conversion fails before it writes anything and that the message does not contain the token."""
     with pytest.raises(ValueError, match=words) as caught:
         crosshead.convert(source, source.parent / "made", {"knocking": {}}, verify=False)
     assert PLANTED not in str(caught.value)
@@ -62,7 +62,7 @@ def test_a_token_that_cannot_be_left_out_is_refused(tmp_path):
 
 
 def test_a_model_to_train_has_forgotten_them(tmp_path):
-    """Checkpoints, and what is told to trackers, come from what is in memory."""
+    """The in-memory configs, from which checkpoints and trackers are written, have no token."""
     recipe = toy_run(KNOCKING, tmp_path)
     for name in FILES[:2]:
         plant(Path(recipe.model.path, name))

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does: with its cleanup, in one line, with a status of its own."""
+"""SIGTERM ends a command like Ctrl-C: with cleanup and a one-line message, but exit status 143."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from toy_checkpoints import write_stock
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
@@ -20,21 +20,21 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_cleanup_of_a_conversion(place, capfd, monkeypatch):
-    seen = []
+def test_the_cleanup_of_a_conversion(workspace, capfd, monkeypatch):
+    scratch_files = []
 
-    def interrupted(*given, **options):
-        seen.extend((place / "scratch").iterdir())
+    def interrupted(*arguments, **options):
+        scratch_files.extend((workspace / "scratch").iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(module, "make_plan", interrupted)
-    found, out, err = run(capfd, monkeypatch, "convert source out --mixer knocking")
-    assert (found, out) == (143, "") and err.splitlines()[-1].startswith("crosshead: terminated: "), err
-    assert seen and not [*(place / "scratch").iterdir()] and not (place / "out").exists()
+    status, out, err = run(capfd, monkeypatch, "convert source out --mixer knocking")
+    assert (status, out) == (143, "") and err.splitlines()[-1].startswith("crosshead: terminated: "), err
+    assert scratch_files and not [*(workspace / "scratch").iterdir()] and not (workspace / "out").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_handler_of_the_caller_stays(place, capfd, monkeypatch):
+def test_a_handler_of_the_caller_stays(workspace, capfd, monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert run(capfd, monkeypatch, "cost source")[0] == 0

@@ -1,4 +1,4 @@
-"""Results become the tables of the documents, and the tables are as they would be written."""
+"""Measured results are rendered as tables, and the tables in the documents are up to date."""
 
 import importlib
 
@@ -23,7 +23,7 @@ def test_generated_tables_are_as_they_would_be_written(tables):
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 4])
 def test_the_table_of_memory_is_as_it_would_be_written(tables, index):
-    """Two rows of it: each takes seconds."""
+    """Checks two rows only, since each takes seconds."""
     (table,) = tables.BLOCK.finditer(tables.AT_SCALE.read_text(encoding="utf-8"))
     assert tables.memory_row(*tables.PLANS[index]) == table[0].splitlines()[3 + index], "make tables"
 
@@ -115,9 +115,9 @@ def test_results_of_conversions_become_lines(tables):
     cases = {"auto:0.75:bfloat16": {"above_source": 0.05, "seconds": 3.2}}
     text = tables.heads_table({"a model": {"source": 3.0, "cases": cases, "machine": machine}})
     assert "| a model | `explicit`, `--cache 75%`, in bfloat16 | +0.0500 (3.0000) |" in text
-    found = {"seconds": 12.0, "peak_bytes": 1.9e9}
+    run = {"seconds": 12.0, "peak_bytes": 1.9e9}
     neutral = {"median_ours": 9.0, "median_ratio": 1.12, "peak_bytes": 7.6e8}
-    text = tables.streaming_table({"bytes": 8e9, "neutral": neutral, "calibration": found, "virtual-heads": found})
+    text = tables.streaming_table({"bytes": 8e9, "neutral": neutral, "calibration": run, "virtual-heads": run})
     assert "| a checkpoint of 8.00 GB |" in text and "| 1.12 times, in 9 s | 0.76 GB |" in text
     assert text.count("| | 1.90 GB |") == 2
 

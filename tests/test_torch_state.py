@@ -1,4 +1,4 @@
-"""Conversions do not depend on settings of torch in the calling process, and leave them as they are."""
+"""Conversions neither depend on the caller's global torch state (dtype, device, grad mode) nor change it."""
 
 from contextlib import contextmanager
 
@@ -47,11 +47,11 @@ def test_the_same_model_and_verification(state, expected, tmp_path):
     folder, options, verified = expected
     with STATES[state]():
         crosshead.convert(folder / "source", tmp_path / "out", MIXERS, **options)
-        found = crosshead.verify(folder / "source", tmp_path / "out")
+        report = crosshead.verify(folder / "source", tmp_path / "out")
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     assert (grad, inference) == (state not in ("inference", "no gradients"), state == "inference")
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (folder / "out" / WEIGHTS).read_bytes()
-    assert found["verification"]["kl_divergence"] == verified["verification"]["kl_divergence"]
+    assert report["verification"]["kl_divergence"] == verified["verification"]["kl_divergence"]
 
 
 def test_a_path_with_a_tilde(expected, tmp_path, monkeypatch):

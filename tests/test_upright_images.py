@@ -1,6 +1,6 @@
-"""A photo that a camera has turned is read upright everywhere: in training, calibration, evaluation and inspection.
+"""Images with an EXIF orientation are read upright in training, calibration, evaluation and inspection.
 
-An image whose numbers Pillow would cut off is refused everywhere.
+Images whose values Pillow would clip to 8 bits are refused everywhere.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ TURN_RIGHT = 6
 
 
 def test_every_reader_turns_a_photo(tmp_path):
-    """As stored, the upper half is black; upright, it is the right half."""
+    """The upper half of the stored image is black; upright, the right half is."""
     stored = Image.new("RGB", (16, 16), "white")
     stored.paste("black", (0, 0, 16, 8))
     exif = Image.Exif()
@@ -33,17 +33,17 @@ def test_every_reader_turns_a_photo(tmp_path):
     stored.save(file, exif=exif)
     folder = write_image_model(tmp_path / "model")
     processor = open_processor(folder, "model")
-    found = [
+    images = [
         image_of_shape(file, processor, (3, 16, 16), "model")[0],
         _square(file, 16, 3)[0],
         processed_image(file, LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1).processor, 3)[0],
     ]
-    for pixels in found:
+    for pixels in images:
         assert pixels[..., 9:].max() < pixels[..., :7].min()
     content = file.read_bytes()
     upright = decoded(None, 0, 3, content)
     assert upright.getpixel((2, 8)) == (255, 255, 255) and upright.getpixel((13, 8)) == (0, 0, 0)
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(images[0], images[2])
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
@@ -62,5 +62,5 @@ def test_every_reader_refuses_an_image_whose_numbers_would_be_cut_off(tmp_path, 
 def test_numbers_up_to_255_of_a_wider_kind_are_read(tmp_path):
     numbers = np.arange(256).reshape(16, 16)
     Image.fromarray(numbers.astype(np.uint16)).save(tmp_path / "small.png")
-    found = decoded(None, 0, 1, (tmp_path / "small.png").read_bytes())
-    assert np.array_equal(np.asarray(found), numbers)
+    image = decoded(None, 0, 1, (tmp_path / "small.png").read_bytes())
+    assert np.array_equal(np.asarray(image), numbers)

@@ -1,4 +1,4 @@
-"""A system without POSIX's modules: models are made, saved and loaded; commands that need more say so."""
+"""Without the POSIX modules models are created, saved and loaded; commands that need fcntl report it."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 CODE = """
 import io, sys
 from contextlib import redirect_stderr
-import psutil, torch  # the libraries' own imports differ from system to system, and are not what is tested
+import psutil, torch  # imported first: their own platform-dependent imports are not under test
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline"):
@@ -44,11 +44,11 @@ NEED_POSIX = [
 def test_models_work_and_commands_say_what_they_need(tmp_path):
     (tmp_path / "source").mkdir()
     command = [sys.executable, "-P", "-c", CODE]
-    given = "\n".join(NEED_POSIX)
-    done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, check=False)
+    commands = "\n".join(NEED_POSIX)
+    done = subprocess.run(command, cwd=tmp_path, input=commands, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert len(said) == len(NEED_POSIX), said
-    for line in said:
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(NEED_POSIX), lines
+    for line in lines:
         assert line.startswith("1 crosshead: error: ") and "fcntl" in line and "Linux" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "source"]

@@ -1,4 +1,4 @@
-"""Wrong uses of every command: its exit status, one clear line, and nothing left behind."""
+"""Wrong usage of every command gives the right exit status, one clear line, and leaves no files."""
 
 import tempfile
 
@@ -119,12 +119,12 @@ CASES = {
     "demo --model none": (1, "none"),
 }
 WITHOUT_WORDS = {"convert", "train", "sweep", "eval", "cost", "probe", "bench"}
-"""Commands that tell how they are used where nothing is said."""
+"""Commands that print their usage when called without arguments."""
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Two stock models, one of ours made from the first, the same trained, and files that are in the way."""
+def workspace(tmp_path_factory):
+    """Folder with two stock models, a converted model, the same trained, and files that block outputs."""
     folder = tmp_path_factory.mktemp("place")
     write_stock(folder / "source")
     write_stock(folder / "other", tie_word_embeddings=True)
@@ -143,18 +143,18 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, place, capfd, monkeypatch):
+def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, workspace, capfd, monkeypatch):
     expected, words = CASES[command]
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(workspace)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("TMPDIR", "HF_HOME"):  # for child processes; this one has read them already
-        monkeypatch.setenv(name, str(place / name))
-    monkeypatch.setattr(tempfile, "tempdir", str(place / "TMPDIR"))
+    for name in ("TMPDIR", "HF_HOME"):  # for child processes; this process has already read them
+        monkeypatch.setenv(name, str(workspace / name))
+    monkeypatch.setattr(tempfile, "tempdir", str(workspace / "TMPDIR"))
     for name in ("HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"):
-        monkeypatch.setattr(constants, name, str(place / "HF_HOME" / name))
-    before = snapshot(place)
+        monkeypatch.setattr(constants, name, str(workspace / "HF_HOME" / name))
+    before = snapshot(workspace)
     status, out, err = run(capfd, monkeypatch, command)
-    assert snapshot(place) == before
+    assert snapshot(workspace) == before
     assert (status, out) == (expected, ""), err
     assert words in err and "Traceback" not in err
     if expected == 1:
@@ -171,5 +171,5 @@ def test_no_command_is_left_out():
     while todo:
         words, command = todo.pop()
         assert not words or words in tried, words
-        todo += [((*words, name), each) for name, each in getattr(command, "commands", {}).items()]
+        todo += [((*words, name), subcommand) for name, subcommand in getattr(command, "commands", {}).items()]
     assert len(CASES) >= 40

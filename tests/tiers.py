@@ -1,6 +1,6 @@
-"""The two tiers of tests: `make test` leaves out what is marked slow, `make test-all` runs everything.
+"""The two tiers of tests: `make test` (the default tier) skips tests marked slow, `make test-all` runs everything.
 
-A grid keeps all of its cases in the slow tier. In the default tier it keeps a few that cover it.
+A grid of cases runs completely in the slow tier; the default tier runs a small covering subset.
 """
 
 import random
@@ -12,51 +12,51 @@ import pytest
 
 
 def first(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Parameters of a test: the first `count` values in the default tier, the others in the slow one."""
+    """Return test parameters: the first `count` values run in the default tier, the others are marked slow."""
     return [
-        value if place < count else pytest.param(value, marks=pytest.mark.slow) for place, value in enumerate(values)
+        value if number < count else pytest.param(value, marks=pytest.mark.slow) for number, value in enumerate(values)
     ]
 
 
 def grid(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
-    """Parameters of a test with several arguments: every combination, of which a covering set is in the default tier.
+    """Return every combination of the values as test parameters; all but a covering set are marked slow.
 
-    With `strength` 2 each pair of values, of any two axes, is in the default tier at least once (pairwise testing);
-    with 1 each value is. The other combinations are marked slow.
+    With `strength` 2 the default tier contains each pair of values of any two axes at least once (pairwise testing),
+    with 1 each value.
     """
     values = [list(axis) for axis in axes]
-    kept = _covering([len(axis) for axis in values], strength)
+    default = _covering([len(axis) for axis in values], strength)
     return [
-        pytest.param(*combination, marks=() if place in kept else (pytest.mark.slow,))
-        for place, combination in enumerate(product(*values))
+        pytest.param(*combination, marks=() if number in default else (pytest.mark.slow,))
+        for number, combination in enumerate(product(*values))
     ]
 
 
 def covering(*axes: Iterable[Any], strength: int = 2) -> list[tuple[Any, ...]]:
-    """The combinations that `grid` leaves in the default tier."""
+    """Return the combinations that `grid` leaves in the default tier."""
     values = [list(axis) for axis in axes]
-    kept = _covering([len(axis) for axis in values], strength)
-    return [combination for place, combination in enumerate(product(*values)) if place in kept]
+    default = _covering([len(axis) for axis in values], strength)
+    return [combination for number, combination in enumerate(product(*values)) if number in default]
 
 
 def oldest(cases: Sequence[Any]) -> list[Any]:
-    """The parameters of a grid; one for each value of the first argument also runs with the oldest transformers."""
+    """Return the cases of a grid; one default case per value of the first argument is also marked `oldest`."""
     chosen = {case.values[0]: case for case in reversed(cases) if not case.marks}.values()
     return [pytest.param(*case.values, marks=pytest.mark.oldest) if case in chosen else case for case in cases]
 
 
 def _covering(sizes: Sequence[int], strength: int) -> set[int]:
-    """Which of all combinations hold each choice of places on `strength` axes: few, and the same ones in every run."""
+    """Return numbers of few combinations that cover every choice on `strength` axes (greedy, deterministic)."""
     everything = list(enumerate(product(*map(range, sizes))))
     random.Random(0).shuffle(everything)
-    missing = {choice for _, places in everything for choice in _choices(places, strength)}
-    kept = set()
+    missing = {choice for _, combination in everything for choice in _choices(combination, strength)}
+    default = set()
     while missing:
-        number, best = max(everything, key=lambda each: len(missing.intersection(_choices(each[1], strength))))
-        kept.add(number)
+        number, best = max(everything, key=lambda entry: len(missing.intersection(_choices(entry[1], strength))))
+        default.add(number)
         missing.difference_update(_choices(best, strength))
-    return kept
+    return default
 
 
-def _choices(places: tuple[int, ...], strength: int) -> list[tuple[tuple[int, int], ...]]:
-    return list(combinations(enumerate(places), min(strength, len(places))))
+def _choices(combination: tuple[int, ...], strength: int) -> list[tuple[tuple[int, int], ...]]:
+    return list(combinations(enumerate(combination), min(strength, len(combination))))

@@ -1,4 +1,4 @@
-"""Toy checkpoints on disk, as a conversion finds them."""
+"""Toy checkpoints on disk, the sources of conversions."""
 
 import string
 from pathlib import Path
@@ -12,11 +12,11 @@ import toys
 
 CHARACTERS = string.ascii_lowercase + string.digits + " \n.,;:'`\"()[]*_-=+<>/\\{}|"
 MANY_SHARDS = 12_000
-"""Bytes: small enough for several shards of any toy."""
+"""Shard size in bytes that splits any toy into several shards."""
 
 
 def character_tokenizer() -> Any:
-    """One token a character, so that any prose gives varied tokens."""
+    """Return a tokenizer with one token per character, so that any prose gives varied tokens."""
     words = {"<unknown>": 0} | {character: index for index, character in enumerate(CHARACTERS[:60], 1)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"."), "isolated")
@@ -24,7 +24,7 @@ def character_tokenizer() -> Any:
 
 
 def write_model(model: Any, folder: Path, shard_size: int | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """A model as a checkpoint with its tokenizer."""
+    """Save a model as a checkpoint with a character tokenizer; return its folder."""
     options = {} if shard_size is None else {"max_shard_size": shard_size}
     model.config.dtype = dtype
     model.to(dtype).save_pretrained(folder, **options)
@@ -39,5 +39,5 @@ def write_stock(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Path:
-    """A stock toy."""
+    """Save a tiny stock model with a character tokenizer; return its folder."""
     return write_model(toys.stock_model(backbone, **changes), folder, shard_size, dtype)

@@ -1,4 +1,4 @@
-"""Text for toy models, in the kinds of files that training reads."""
+"""Text data for toy models, in the file formats that training reads."""
 
 import json
 from pathlib import Path
@@ -13,31 +13,29 @@ SEPARATOR = 60
 
 
 def separating_tokenizer(vocabulary: int = 61) -> Any:
-    """The toy tokenizer with token 60 at the end of documents; `w5` is token 5."""
+    """Return the toy tokenizer with token 60 as EOS token; `w5` is token 5."""
     tokenizer = toy_tokenizer(vocabulary)
     tokenizer.eos_token = f"w{SEPARATOR}"
     return tokenizer
 
 
 def words(*tokens: int) -> str:
-    """A text of these tokens."""
+    """Return a text that the toy tokenizer encodes as these tokens."""
     return " ".join(f"w{token}" for token in tokens)
 
 
 def toy_texts(count: int, longest: int = 12) -> list[str]:
-    """Documents of 1, 2, ... tokens, over and over; any two differ while they are not many."""
-    return [
-        words(*((7 * index + 3 * place) % 58 + 1 for place in range(index % longest + 1))) for index in range(count)
-    ]
+    """Return documents of 1, 2, ..., `longest`, 1, 2, ... tokens; distinct unless `count` is large."""
+    return [words(*((7 * i + 3 * j) % 58 + 1 for j in range(i % longest + 1))) for i in range(count)]
 
 
 def write_jsonl(path: Path, texts: list[Any], column: str = "text") -> Path:
-    """One object a line."""
+    """Write one JSON object per text; return the path."""
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
     return path
 
 
 def write_parquet(path: Path, texts: list[Any], column: str = "text") -> Path:
-    """One row each."""
+    """Write one row per text, in row groups of 3; return the path."""
     parquet.write_table(pyarrow.table({"number": list(range(len(texts))), column: texts}), path, row_group_size=3)
     return path

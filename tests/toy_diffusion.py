@@ -12,24 +12,24 @@ from crosshead.recipes.trainer.noise_loss import noise_schedule
 
 LATENTS = "small/dit_mixture"
 PIXELS = ("model.vae=null", "model.config.in_channels=1", "model.config.out_channels=1")
-"""Without an autoencoder, on grey images."""
+"""Recipe changes that train on greyscale pixels, without an autoencoder."""
 
 
 def recipe(folder: Path, *changes: str, steps: int = 4, every: int = 2, **options: Any) -> Recipe:
-    """A toy of the shipped recipe."""
-    found = toy(load_recipe(LATENTS, changes), folder)
-    batch = options.get("batch_samples", found.train.batch_samples)
+    """Return the shipped recipe at toy size for `steps` steps, evaluation off."""
+    small = toy(load_recipe(LATENTS, changes), folder)
+    batch = options.get("batch_samples", small.train.batch_samples)
     options = {"samples": steps * batch, "learning_rate": 1e-2, "average": 0.7} | options
     return replace(
-        found,
-        train=replace(found.train, **options),
-        checkpoints=replace(found.checkpoints, every=every, keep=99),
-        watch=replace(found.watch, evaluate_every=None),
+        small,
+        train=replace(small.train, **options),
+        checkpoints=replace(small.checkpoints, every=every, keep=99),
+        watch=replace(small.watch, evaluate_every=None),
     )
 
 
 def write_diffusion_model(folder: Path) -> None:
-    """A model of random weights in a folder, as a training leaves it."""
+    """Save a DiT of random weights with its scheduler, like a finished training run."""
     sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 4}
     model = CrossheadDiTTransformer2DModel(
         **sizes, in_channels=3, out_channels=6, num_embeds_ada_norm=3, mixers={"mixture": {"active_heads": 1}}

@@ -1,4 +1,4 @@
-"""Toy models that can be scored, and tasks of a user's own."""
+"""Toy models that `crosshead eval` can score, and custom lm_eval tasks."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ WORD = {
 
 
 def write_scorable(model: Any, folder: Path) -> Path:
-    """A model with a tokenizer that knows how a text begins."""
+    """Save a model with a character tokenizer that has an EOS token, as scoring needs; return its folder."""
     tokenizer = character_tokenizer()
     tokenizer.eos_token = "<unknown>"
     model.save_pretrained(folder)
@@ -54,7 +54,7 @@ def write_scorable(model: Any, folder: Path) -> Path:
 
 
 def trained_model(steps: int = 150) -> Any:
-    """A stock toy that has learnt a little about letters."""
+    """Return a stock toy, trained for `steps` steps on English text, character by character."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = toys.stock_config("Llama", initializer_range=0.05, max_position_embeddings=512)
@@ -74,7 +74,7 @@ def trained_model(steps: int = 150) -> Any:
 def write_task(
     folder: Path, name: str, kind: dict[str, Any], items: list[dict[str, Any]] | None = None, **more: Any
 ) -> None:
-    """A task as a user would write it: YAML, and data as JSON lines."""
+    """Write a custom lm_eval task: `name`.yaml, and its data as JSON lines."""
     folder.mkdir(exist_ok=True)
     data = folder / f"{name}.jsonl"
     data.write_text("".join(f"{json.dumps(item)}\n" for item in (ITEMS if items is None else items)))

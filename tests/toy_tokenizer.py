@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def toy_tokenizer(vocabulary: int = 61) -> Any:
-    """Splits at spaces; `w5` is token 5, and every word it does not know is token 0."""
+    """Return a tokenizer that splits at spaces: `w5` is token 5, every unknown word is token 0."""
     words = {"<unknown>": 0} | {f"w{index}": index for index in range(1, vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""Training runs of a second or two: shipped recipes at toy size, on a few pages of text."""
+"""Training runs of a second or two: shipped recipes at toy size on a little text."""
 
 import gc
 import json
@@ -18,22 +18,22 @@ from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import Outcome, train
 
 KNOCKING = "small/smollm2_knocking"
-"""All parameters move, no teacher."""
+"""Full fine-tuning without a teacher."""
 EXPERTS = "papers/kha_moe_a0.8b_6.6b"
-"""A mixture of experts."""
+"""A mixture-of-experts model, trained from scratch."""
 LORA = "small/qwen3_0.6b_knocking"
 MIXTURE = "small/smollm2_mixture"
-"""A teacher, to whose predictions `toy_run` gives a weight, and a balance loss."""
+"""Distillation from a teacher, enabled by `toy_run`, and a balance loss."""
 SCRATCH = "papers/mea_1b"
 DOCUMENT = 150
-"""Characters, which are tokens."""
+"""Length of a document in characters, each of which is a token."""
 
-gc.freeze()  # each run begins with a collection, which would look through all that the libraries' imports have left
+gc.freeze()  # excludes the objects of library imports from the garbage collection at the start of each run
 SECTIONS = ("model", "data", "train", "distillation", "watch", "checkpoints")
 
 
 class Killed(BaseException):
-    """What ends a run in the middle, as no handler would."""
+    """Ends a run like a kill: a BaseException that no handler of the code under test catches."""
 
 
 def toy_run(
@@ -44,9 +44,9 @@ def toy_run(
     given: Sequence[str] = (),
     **changes: Mapping[str, Any] | None,
 ) -> Recipe:
-    """A shipped recipe at toy size for so many steps; `changes` are by section, None takes one out.
+    """Return a shipped recipe at toy size for `steps` steps; `changes` are per section, None removes a section.
 
-    `given` are changes before it is made small, as on the command line.
+    `given` are command-line changes (`key=value`), applied before the recipe is shrunk.
     """
     recipe = toy(load_recipe(name, given), folder)
     _write_text(folder / "text.jsonl", range(documents))
@@ -68,19 +68,19 @@ def toy_run(
     return recipe
 
 
-def _write_text(path: Path, places: range) -> None:
-    """Documents of equal length, from those places of the text that every CPython carries."""
+def _write_text(path: Path, numbers: range) -> None:
+    """Write documents of equal length, with these numbers, as JSON lines; the text is CPython's `pydoc_data`."""
     text = "".join(topics[topic] for topic in sorted(topics))
     documents = [
-        text[place * DOCUMENT :][:DOCUMENT] for place in (place % (len(text) // DOCUMENT) for place in places)
+        text[number * DOCUMENT :][:DOCUMENT] for number in (number % (len(text) // DOCUMENT) for number in numbers)
     ]
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
 
 
 def killed_at(step: int) -> Any:
-    """Progress that ends the run behind a step, its checkpoint not yet written."""
+    """Return a progress callback that kills the run after a step, before its checkpoint is written."""
 
-    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         if stage == "training" and done == step:
             raise Killed
 
@@ -88,31 +88,31 @@ def killed_at(step: int) -> Any:
 
 
 def killed(recipe: Recipe, step: int) -> None:
-    """The run, killed behind a step."""
+    """Start the run and kill it after a step."""
     try:
         train(recipe, killed_at(step))
     except Killed:
         return
-    raise AssertionError(f"not killed behind step {step}")
+    raise AssertionError(f"not killed after step {step}")
 
 
 def resumed(recipe: Recipe, *steps: int) -> Outcome:
-    """The run, killed behind each of these steps."""
+    """Kill the run after each of these steps, then resume it to the end; return its outcome."""
     for step in steps:
         killed(recipe, step)
     return train(recipe)
 
 
 def metrics(recipe: Recipe) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
+    """Return the parsed lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in Path(recipe.output, "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(recipe: Recipe) -> list[float]:
-    """Of every step."""
+    """Return the training loss of every step."""
     return [loss for line in metrics(recipe) for loss in line.get("losses", ())]
 
 
 def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Of the result."""
+    """Return the tensors of the trained model."""
     return load_file(Path(recipe.output, "model", "model.safetensors"))

@@ -1,4 +1,4 @@
-"""Toy models for the tests: every backbone, every mechanism, weights that hide nothing."""
+"""Toy models for the tests: every backbone, every mechanism, random weights without symmetry."""
 
 import math
 from typing import Any
@@ -30,11 +30,11 @@ from transformers import (
 import crosshead
 
 BACKBONES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
-"""The decoders."""
+"""Decoders without shared rotary keys."""
 LATENT = ("DeepseekV2", "DeepseekV3")
-"""The decoders with MLA."""
+"""Decoders with MLA."""
 SHARED_ROTARY = (*LATENT, "Gta")
-"""Those whose keys share their rotated part, where some mechanisms are refused."""
+"""Decoders whose key heads share their rotary part (MLA and GTA); they refuse some mechanisms."""
 ENCODERS = ("Bert", "Albert")
 STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Llama": (LlamaConfig, LlamaForCausalLM),
@@ -43,7 +43,7 @@ STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Qwen3Moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "DeepseekV2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "DeepseekV3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "Gta": (crosshead.CrossheadGtaConfig, crosshead.CrossheadGtaForCausalLM),  # there is no other
+    "Gta": (crosshead.CrossheadGtaConfig, crosshead.CrossheadGtaForCausalLM),  # transformers has no GTA
     "Bert": (BertConfig, BertForMaskedLM),
     "Albert": (AlbertConfig, AlbertForMaskedLM),
     "T5": (T5Config, T5ForConditionalGeneration),
@@ -71,7 +71,7 @@ LATENT_SIZES: dict[str, Any] = {
     "q_lora_rank": 10,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "head_dim": 4,  # in these configs, that of RoPE
+    "head_dim": 4,  # in these configs, the size of the RoPE part
     "v_head_dim": 6,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -119,10 +119,10 @@ MECHANISM_CASES: dict[str, dict[str, Any]] = {
     "differential": {"differential": {}},
 }
 NOT_ROTARY = ("bilinear",)
-"""Mechanisms for backbones without rotary positions."""
+"""Mechanisms that require a backbone without RoPE."""
 OF_DECODERS = tuple(name for name in crosshead.MECHANISMS if name not in NOT_ROTARY)
 MECHANISM_CASES |= {name: {name: {}} for name in OF_DECODERS if name not in MECHANISM_CASES}
-"""One telling configuration per mechanism; a new one runs with its defaults until it has an entry."""
+"""One representative configuration per mechanism; mechanisms without an entry above run with their defaults."""
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "knocking+mixture": {
         "knocking": {"form": "linear", "on": ["query", "key", "value"]},
@@ -153,7 +153,7 @@ ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name
         "differential": {"half_values": True},
     },
 }
-"""The same for encoders, where layers may share their weights: without options that differ between layers."""
+"""Cases for encoders: no options that differ between layers, as layers may share their weights (ALBERT)."""
 SHARED_ROTARY_CASES: dict[str, dict[str, Any]] = {
     "knocking": {"knocking": {"on": ["value", "query"]}},
     **{name: MECHANISM_CASES[name] for name in OF_DECODERS if name not in ("knocking", "explicit")},
@@ -169,49 +169,49 @@ SHARED_ROTARY_CASES: dict[str, dict[str, Any]] = {
     },
     "knocking+differential": {"knocking": {"form": "gate"}, "differential": {"norm": False}},
 }
-"""The same for decoders whose keys share their rotated part."""
+"""Cases for SHARED_ROTARY decoders."""
 CASES_OF = dict.fromkeys((*ENCODERS, "T5"), ENCODER_CASES) | dict.fromkeys(SHARED_ROTARY, SHARED_ROTARY_CASES)
-"""By backbone, where they are not `CASES`."""
+"""Cases per backbone; backbones that are not listed use `CASES`."""
 
 
 def sizes(backbone: str) -> dict[str, Any]:
-    """The fields of a tiny configuration."""
+    """Return the size fields of a tiny configuration."""
     if backbone == "T5":
         return T5_SIZES
     return (ENCODER_SIZES if backbone in ENCODERS else SIZES) | EXTRA_SIZES.get(backbone, {})
 
 
 def mixers_of(case: str, backbone: str) -> dict[str, Any]:
-    """The mechanisms of a case, as this backbone has them."""
+    """Return the `mixers` of a case for a backbone."""
     return CASES_OF.get(backbone, CASES)[case]
 
 
 def model_class(backbone: str) -> Any:
-    """Our language model."""
+    """Return the crosshead language model class of a backbone."""
     task = "ConditionalGeneration" if backbone == "T5" else "MaskedLM" if backbone in ENCODERS else "CausalLM"
     return getattr(crosshead, f"Crosshead{backbone}For{task}")
 
 
 def stock_config(backbone: str, **changes: Any) -> PreTrainedConfig:
-    """A tiny stock configuration."""
+    """Return a tiny stock configuration."""
     return STOCK[backbone][0](**(sizes(backbone) | changes))
 
 
 def mixed_config(backbone: str, mixers: dict[str, Any], **changes: Any) -> Any:
-    """A tiny configuration of ours."""
+    """Return a tiny crosshead configuration."""
     config_class = getattr(crosshead, f"Crosshead{backbone}Config")
     return config_class(**(sizes(backbone) | changes), mixers=mixers)
 
 
 def stock_model(backbone: str, backend: str = "eager", **changes: Any) -> Any:
-    """A tiny stock language model with lopsided weights."""
+    """Return a tiny stock language model with lopsided weights."""
     config = stock_config(backbone, **changes)
     config._attn_implementation = backend
     return lopsided(STOCK[backbone][1](config)).eval()
 
 
 def mixed_model(backbone: str, mixers: dict[str, Any], backend: str | None = "eager", **changes: Any) -> Any:
-    """A tiny language model of ours with lopsided weights."""
+    """Return a tiny crosshead language model with lopsided weights."""
     config = mixed_config(backbone, mixers, **changes)
     if backend is not None:
         config._attn_implementation = backend
@@ -220,7 +220,7 @@ def mixed_model(backbone: str, mixers: dict[str, Any], backend: str | None = "ea
 
 @torch.no_grad()
 def lopsided(model: Any, seed: int = 0) -> Any:
-    """Give every parameter values without symmetry, larger towards later rows, so that no swap of heads cancels."""
+    """Fill every parameter with random values that grow towards later rows, so that swapped heads are detected."""
     for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -235,7 +235,7 @@ def lopsided(model: Any, seed: int = 0) -> Any:
 
 
 def tokens(batch: int = 2, length: int = 9, seed: int = 1, vocabulary: int = 61) -> torch.Tensor:
-    """Random token ids without the padding token."""
+    """Return random token ids (batch, length) without the padding token."""
     return torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -250,4 +250,4 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
     "gating": [{"gating": {}}],
     "bilinear": [],
 }
-"""Configurations that start as the stock model, by mechanism."""
+"""Configurations that at initialisation compute the same as the stock model, by mechanism."""

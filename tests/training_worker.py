@@ -1,7 +1,7 @@
-"""`crosshead`, writing down what each process trains on.
+"""Runs `crosshead` and records the batches that each process trains on.
 
-Arguments: a folder for the records, then those of the command. For every micro batch a line goes to the file of the
-process: the step, from 0, and a digest of each sequence.
+Arguments: a folder for the records, then the arguments of the command. For every micro-batch, the process appends a
+line to its record file: the step (from 0) and a digest of each sequence.
 """
 
 import os
@@ -15,13 +15,13 @@ from crosshead_command.main import main
 
 
 def record(folder: Path) -> None:
-    """Write down what goes through the trainer."""
+    """Patch RunTrainer to append each micro-batch to this process's record file."""
     name = f"{os.environ.get('RANK', '0')}-{os.getpid()}"
     step = RunTrainer.training_step
 
     def recording(self: RunTrainer, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
-        read = inputs["input_ids" if "input_ids" in inputs else "pixel_values"]
-        rows = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in read]
+        samples = inputs["input_ids" if "input_ids" in inputs else "pixel_values"]
+        rows = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in samples]
         with (folder / name).open("a") as file:
             file.write(f"{self.state.global_step} {' '.join(rows)}\n")
         return step(self, model, inputs, *others)

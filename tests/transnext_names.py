@@ -1,6 +1,6 @@
-"""The published checkpoints of TransNeXt and MoH-ViT: their sizes, and the names and shapes of their tensors.
+"""The published checkpoints of TransNeXt and MoH-ViT: sizes, tensor names and tensor shapes.
 
-From the modules of DaiShiResearch/TransNeXt and of SkyworkAI/MoH (MoH-ViT), written down by hand.
+Written by hand from the modules of DaiShiResearch/TransNeXt and SkyworkAI/MoH (MoH-ViT).
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ PUBLISHED_SIZES: dict[str, dict[str, Any]] = {
 }
 STAGES = {"mlp_ratios": [8, 8, 4, 4], "sr_ratios": [8, 4, 2, 1]}
 ALL_AGGREGATED = {**PUBLISHED_SIZES["micro"], **STAGES, "sr_ratios": [16, 8, 4, 2]}
-"""The micro model whose last stage has windows, too."""
+"""The micro model with aggregated (windowed) attention in the last stage, too."""
 PUBLISHED_MIXTURES: dict[str, tuple[str, list[int], list[int]]] = {
     "small_80": ("small", [3, 6, 3, 8], [0, 0, 6, 12]),
     "small_75": ("small", [3, 6, 3, 4], [0, 0, 6, 12]),
     "base_75": ("base", [4, 8, 4, 5], [0, 0, 8, 16]),
     "base_50": ("base", [2, 2, 2, 4], [2, 4, 6, 8]),
 }
-"""MoH-ViT: the size, and for each stage the shared heads and the selected ones of the others."""
+"""MoH-ViT: the model size, the shared heads per stage, and the selected routed heads per stage."""
 
 
 def mixture_of(fields: dict[str, Any], shared: list[int], selected: list[int]) -> dict[str, Any]:
-    """The options of our config: one number for each layer."""
+    """Return the `mixers` of a crosshead config, with one count per layer."""
     counts = list(zip(shared, selected, fields["depths"], strict=True))
     return {
         "mixture": {
@@ -38,35 +38,35 @@ def mixture_of(fields: dict[str, Any], shared: list[int], selected: list[int]) -
 def published_tensors(
     fields: dict[str, Any], labels: int, shared: list[int] | None = None, selected: list[int] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a checkpoint; without counts of heads, of TransNeXt."""
-    found = {"head.weight": (labels, fields["hidden_sizes"][-1]), "head.bias": (labels,)}
+    """Return name -> shape of every tensor in a checkpoint: of MoH-ViT if head counts are given, else of TransNeXt."""
+    tensors = {"head.weight": (labels, fields["hidden_sizes"][-1]), "head.bias": (labels,)}
     for stage, size in enumerate(fields["hidden_sizes"]):
         channels, kernel = (fields["hidden_sizes"][stage - 1], 3) if stage else (3, 7)
         start = f"patch_embed{stage + 1}"
-        found |= {f"{start}.proj.weight": (size, channels, kernel, kernel), f"{start}.proj.bias": (size,)}
-        found |= affine(f"{start}.norm", size) | affine(f"norm{stage + 1}", size)
+        tensors |= {f"{start}.proj.weight": (size, channels, kernel, kernel), f"{start}.proj.bias": (size,)}
+        tensors |= affine(f"{start}.norm", size) | affine(f"norm{stage + 1}", size)
         for block in range(fields["depths"][stage]):
             prefix = f"block{stage + 1}.{block}"
             for name, shape in block_tensors(fields, stage):
-                found[f"{prefix}.{name}"] = shape
+                tensors[f"{prefix}.{name}"] = shape
             if shared is not None and selected is not None:
                 routers = router_tensors(fields, stage, shared[stage], selected[stage])
-                found |= {f"{prefix}.attn.{name}.weight": shape for name, shape in routers}
-    return found
+                tensors |= {f"{prefix}.attn.{name}.weight": shape for name, shape in routers}
+    return tensors
 
 
 def affine(name: str, size: int) -> dict[str, tuple[int, ...]]:
-    """A LayerNorm."""
+    """Return name -> shape of the parameters of a LayerNorm."""
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
 def dense(name: str, outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
-    """An nn.Linear."""
+    """Return the names and shapes of the parameters of an nn.Linear."""
     return [(f"{name}.weight", (outputs, inputs)), (f"{name}.bias", (outputs,))]
 
 
 def block_tensors(fields: dict[str, Any], stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Those of one block, routers apart."""
+    """Yield the names and shapes of one block's parameters, without routers."""
     size, heads = fields["hidden_sizes"][stage], fields["num_attention_heads"][stage]
     inner = int(2 * size * fields["mlp_ratios"][stage] / 3)
     yield from [*affine("norm1", size).items(), *affine("norm2", size).items()]
@@ -87,7 +87,7 @@ def block_tensors(fields: dict[str, Any], stage: int) -> Iterator[tuple[str, tup
 def router_tensors(
     fields: dict[str, Any], stage: int, shared: int, selected: int
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Those of one layer of MoH-ViT: `wg` of routed heads, `wg_0` between the kinds, `wg_1` of shared heads."""
+    """Yield MoH-ViT's router weights of a layer: `wg` routed heads, `wg_0` shared or routed, `wg_1` shared heads."""
     size, heads = fields["hidden_sizes"][stage], fields["num_attention_heads"][stage]
     if selected:
         yield "wg", (heads - shared, size)

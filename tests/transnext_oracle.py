@@ -1,6 +1,7 @@
-"""TransNeXt as slow loops over pixels and heads, from the equations of its paper and of MoH: imports torch alone.
+"""Reference implementation of TransNeXt with slow loops over pixels and heads, from its paper and MoH's.
 
-A feature map is a list of hidden states, row by row. Weights have the names of the parameters of a module.
+It shares no code with modeling/. A feature map is a list of hidden states, row by row. Weights have the names of the
+module's parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from oracles import differential, gating, knocking, mixture, paired_queries, tal
 Pixels = list[Tensor]
 Size = tuple[int, int]
 Biases = dict[tuple[float, float], Tensor]
-"""The position biases of all heads, by the vertical and the horizontal distance."""
+"""Position biases of all heads (heads,), by vertical and horizontal distance."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of an attention layer; `pretrained` is the height and width of its feature map in pretraining."""
+    """The sizes of an attention layer; `pretrained` is the side length of its feature map in pretraining."""
 
     heads: int
     reduction: int
@@ -33,8 +34,8 @@ class Attention:
 
 
 def under(weights: Weights, prefix: str) -> dict[str, Tensor]:
-    """The weights of a module below another."""
-    return {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+    """Return the weights below a prefix, with the prefix removed from their names."""
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
@@ -52,48 +53,48 @@ def unit(x: Tensor) -> Tensor:
 
 
 def cells(length: int, count: int) -> list[list[int]]:
-    """The positions that each cell of adaptive pooling averages."""
+    """Return the positions that each cell of adaptive average pooling averages, along one axis."""
     return [list(range(math.floor(i * length / count), math.ceil((i + 1) * length / count))) for i in range(count)]
 
 
 def position_bias(row: float, column: float, weights: Weights, pretrained: int) -> Tensor:
-    """The bias of each head for a distance: an MLP of its logarithm, of which 8 is the whole feature map."""
+    """Return the bias of each head (heads,) for a distance: an MLP of its log, scaled so that 8 is the map's side."""
     scaled = [distance / max(pretrained - 1, 1) * 8 for distance in (row, column)]
-    logarithmic = [math.copysign(math.log(abs(each) + 1) / math.log(8), each) for each in scaled]
+    logarithmic = [math.copysign(math.log(abs(x) + 1) / math.log(8), x) for x in scaled]
     hidden = linear(torch.tensor(logarithmic, dtype=torch.float64), weights, "cpb_fc1")
     return linear(torch.clamp(hidden, min=0), weights, "cpb_fc2")
 
 
 def sides(x: Tensor, weights: Weights, heads: int, mixers: Mixers) -> dict[str, list[Tensor]]:
-    """The query, key and value heads of one hidden state, after knocking."""
-    found = {}
+    """Return the query, key and value heads of one hidden state, after `knocking`."""
+    heads_by_side = {}
     for side in ("query", "key", "value"):
         name = f"{side[0]}_proj"
-        place = next(each for each in (name, f"kv.{name}", f"qkv.{name}") if f"{each}.weight" in weights)
-        found[side] = list(linear(x, weights, place).chunk(heads))
+        module = next(path for path in (name, f"kv.{name}", f"qkv.{name}") if f"{path}.weight" in weights)
+        heads_by_side[side] = list(linear(x, weights, module).chunk(heads))
         if "knocking" in mixers:
-            found[side] = [knocking(head, side, weights, mixers["knocking"]) for head in found[side]]
-    return found
+            heads_by_side[side] = [knocking(head, side, weights, mixers["knocking"]) for head in heads_by_side[side]]
+    return heads_by_side
 
 
 def pooled_keys(inputs: Pixels, size: Size, weights: Weights, shape: Attention) -> list[tuple[Tensor, float, float]]:
-    """The pooled features, each with the row and the column of its centre."""
+    """Return the pooled features, each with the row and the column of its centre."""
     rows, columns = (max(length // shape.reduction, 1) for length in size)
-    found = []
+    pooled = []
     for in_rows in cells(size[0], rows):
         for in_columns in cells(size[1], columns):
             members = [inputs[i * size[1] + j] for i in in_rows for j in in_columns]
             kernel = weights["sr.weight"][:, :, 0, 0]
             mean = add(gelu(kernel @ x + weights["sr.bias"]) for x in members) / len(members)
             centre = sum(in_rows) / len(in_rows), sum(in_columns) / len(in_columns)
-            found.append((layer_norm(mean, weights, "norm", 1e-5), *centre))
-    return found
+            pooled.append((layer_norm(mean, weights, "norm", 1e-5), *centre))
+    return pooled
 
 
 def attention(
     inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers
 ) -> tuple[Pixels, list[tuple[Tensor, ...]]]:
-    """The outputs of one layer, and what the router of mixture gives for each pixel."""
+    """Return the outputs of one layer, and the router results of `mixture` for each pixel."""
     pixels, far, biases = features(inputs, size, weights, shape, mixers)
     outputs, routing = [], []
     for t, x in enumerate(inputs):
@@ -109,16 +110,16 @@ def attention(
 
 
 def attention_weights(inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers) -> Tensor:
-    """The weights (heads, pixels, keys) of a layer whose attention is global."""
+    """Return the attention weights (heads, pixels, keys) of a layer with global attention."""
     pixels, far, biases = features(inputs, size, weights, shape, mixers)
     rows = [weights_of(t, inputs, pixels, far, biases, size, weights, shape, mixers)[2] for t in range(len(inputs))]
-    return torch.stack([torch.stack(each) for each in rows], dim=1)
+    return torch.stack([torch.stack(row) for row in rows], dim=1)
 
 
 def features(
     inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers
 ) -> tuple[list[dict[str, list[Tensor]]], list[tuple[dict[str, list[Tensor]], Tensor, float, float]], Biases]:
-    """The heads of all pixels; heads, input and place of all keys outside the windows; the position biases."""
+    """Return the heads of all pixels; heads, input, row and column of all keys outside windows; position biases."""
     pixels = [sides(x, weights, shape.heads, mixers) for x in inputs]
     pooled = [] if shape.reduction == 1 else pooled_keys(inputs, size, weights, shape)
     far = [(sides(x, weights, shape.heads, mixers), x, i, j) for x, i, j in pooled]
@@ -144,7 +145,7 @@ def attend(
     shape: Attention,
     mixers: Mixers,
 ) -> list[Tensor]:
-    """The head outputs of pixel `t`: it attends to its window and to the keys of `far`."""
+    """Return the head outputs of pixel `t`, which attends to its window and to the keys of `far`."""
     window, queries, rows = weights_of(t, inputs, pixels, far, biases, size, weights, shape, mixers)
     if "differential" in mixers:
         options, values = mixers["differential"], [key["value"] for key, *_ in far]
@@ -155,9 +156,9 @@ def attend(
     outputs = []
     for head in range(shape.heads):
         terms = []
-        for n, (place, s) in enumerate(window):
-            token = weights["learnable_tokens"][head, :, place]
-            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, place]
+        for n, (offset, s) in enumerate(window):
+            token = weights["learnable_tokens"][head, :, offset]
+            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, offset]
             terms.append((rows[head][n] + learnt) * pixels[s]["value"][head])
         terms += [rows[head][len(window) + n] * key["value"][head] for n, (key, *_) in enumerate(far)]
         outputs.append(add(terms))
@@ -175,15 +176,15 @@ def weights_of(
     shape: Attention,
     mixers: Mixers,
 ) -> tuple[list[tuple[int, int]], list[Tensor], list[Tensor]]:
-    """Of pixel `t`: its window as places and pixels, the queries of length one, and each head's weights."""
+    """Return pixel `t`'s window as (offset, pixel) pairs, its unit-length queries, and each head's weights."""
     row, column = divmod(t, size[1])
     bias_of = [biases[row - i, column - j] for _, _, i, j in far]
     half = shape.window // 2
-    window = []  # (place, pixel) inside of the feature map
-    for place in range(shape.window**2 if shape.reduction > 1 else 0):
-        i, j = row + place // shape.window - half, column + place % shape.window - half
+    window = []  # (offset in the window, pixel), without offsets outside the feature map
+    for offset in range(shape.window**2 if shape.reduction > 1 else 0):
+        i, j = row + offset // shape.window - half, column + offset % shape.window - half
         if 0 <= i < size[0] and 0 <= j < size[1]:
-            window.append((place, i * size[1] + j))
+            window.append((offset, i * size[1] + j))
     scale = math.log(len(window) + len(far))
     logits, queries = [], []
     for head in range(shape.heads):
@@ -191,7 +192,7 @@ def weights_of(
         embedded = queries[head] + weights["query_embedding"][head, 0]
         query = embedded * torch.log(1 + torch.exp(weights["temperature"][head, 0, 0])) * scale
         near_bias = weights.get("relative_pos_bias_local")
-        near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, place] for place, s in window]
+        near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, offset] for offset, s in window]
         others = [torch.dot(query, unit(key["key"][head])) + bias_of[n][head] for n, (key, *_) in enumerate(far)]
         logits.append(torch.stack([*near, *others]))
     key_inputs = [x for _, x, _, _ in far]
@@ -203,7 +204,7 @@ def weights_of(
 def mix(
     side: str, rows: list[Tensor], query_input: Tensor, key_inputs: Pixels, weights: Weights, mixers: Mixers
 ) -> list[Tensor]:
-    """Talking's map across heads, key by key."""
+    """Return the logits or weights after `talking`'s map across heads, key by key."""
     if "talking" not in mixers:
         return rows
     mixed = [
@@ -214,11 +215,11 @@ def mix(
 
 
 def convolution(maps: Pixels, size: Size, weights: Weights, name: str, stride: int, depthwise: bool) -> Any:
-    """A convolution with padding, and the size of what it makes."""
+    """Return a zero-padded convolution of a feature map, and the size of its output."""
     kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
     extent = kernel.shape[2]
     made: Size = ((size[0] - 1) // stride + 1, (size[1] - 1) // stride + 1)
-    found = []
+    outputs = []
     for row in range(made[0]):
         for column in range(made[1]):
             terms = [bias]
@@ -228,19 +229,19 @@ def convolution(maps: Pixels, size: Size, weights: Weights, name: str, stride: i
                     if 0 <= i < size[0] and 0 <= j < size[1]:
                         x = maps[i * size[1] + j]
                         terms.append(kernel[:, 0, a, b] * x if depthwise else kernel[:, :, a, b] @ x)
-            found.append(add(terms))
-    return found, made
+            outputs.append(add(terms))
+    return outputs, made
 
 
 def mlp(inputs: Pixels, size: Size, weights: Weights) -> Pixels:
-    """The convolutional GLU."""
+    """Return the output of the convolutional GLU."""
     both = [linear(x, weights, "fc1").chunk(2) for x in inputs]
     gates, _ = convolution([gate for gate, _ in both], size, weights, "dwconv.dwconv", 1, True)
     return [linear(gelu(gate) * value, weights, "fc2") for gate, (_, value) in zip(gates, both, strict=True)]
 
 
 def classifier(image: Tensor, weights: Weights, config: Any) -> tuple[Tensor, list[list[tuple[Tensor, ...]]]]:
-    """The logits of one image (channels, height, width), and each layer's routing."""
+    """Return the logits of one image (channels, height, width), and each layer's router results."""
     size: Size = (image.shape[1], image.shape[2])
     hidden = [image[:, i, j] for i in range(size[0]) for j in range(size[1])]
     routing, layer = [], 0

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
 }
 GLOBAL = [4]
 ROUTED = {"mixture": {"active_heads": [2, 4, 3, 3, 3], "shared_heads": [2, 4, 2, 2, 0]}}
-"""As in MoH-ViT: the first stages share every head."""
+"""Mixture options like MoH-ViT: in the first two stages every head is shared."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixture": ROUTED,
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "differential": {"differential": {"layers": GLOBAL}},
 }
 CONSTANT = "transnext.block4.0.attn.cpb_fc2.bias"
-"""It adds one number to all logits of a softmax, so that its gradient is zero."""
+"""Parameter whose gradient is zero: it adds the same constant to all logits of a softmax."""
 IMAGES = torch.randn(2, 3, 29, 37, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
 
@@ -39,7 +39,7 @@ LABELS = torch.tensor([0, 2])
 def model_of(
     mixers: dict[str, Any], backend: str = "eager", **changes: Any
 ) -> CrossheadTransNextForImageClassification:
-    """A tiny classifier with lopsided weights."""
+    """Return a tiny TransNeXt classifier with lopsided weights."""
     config = CrossheadTransNextConfig(**(SIZES | changes), mixers=mixers)
     config._attn_implementation = backend
     return lopsided(CrossheadTransNextForImageClassification(config)).eval()

@@ -1,7 +1,7 @@
-"""A stand-in for the clean process in which a finished folder is loaded: one that has torch and transformers already.
+"""A fast replacement for the clean process that reloads a converted folder for verification.
 
-Importing these takes seconds, which the suite would pay hundreds of times. Here a process that has imported them, and
-nothing else, forks for each folder. `test_reload.py` starts the real process.
+Importing torch and transformers takes seconds, which the suite would spend hundreds of times. Here one server process
+that has imported only these forks once per folder. `test_reload.py` starts the real process.
 
 usage: python -P warm_reload.py HOME
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class WarmProcess:
-    """In place of the module `subprocess` in `reload.py`."""
+    """Stand-in for the module `subprocess` in `reload.py`; it starts the server on first use."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -29,7 +29,7 @@ class WarmProcess:
     def run(
         self, command: list[str], cwd: Path, env: dict[str, str], capture_output: bool, check: bool, stdin: int = 0
     ) -> subprocess.CompletedProcess[bytes]:
-        """What `subprocess.run` gives, for `python -P SCRIPT ARGUMENT`."""
+        """Run `python -P SCRIPT ARGUMENT` in a fork of the server; return a result like `subprocess.run`."""
         if self._server is None or self._server.poll() is not None:
             self._server = self._started(env)
         errors = Path(self._home.name, "errors")
@@ -45,19 +45,19 @@ class WarmProcess:
         return subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def stop(self) -> None:
-        """End the process."""
+        """Stop the server process."""
         if self._server is not None:
             self._server.communicate()
         self._home.cleanup()
 
 
 def serve(home: Path) -> None:
-    """A fork for each line on stdin; its status goes to stdout."""
-    import transformers.models.llama.modeling_llama  # noqa: F401  # and all that a model needs
+    """Fork for each request line on stdin; print the exit status of the fork."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  # with the imports of any model
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
     if any(name.partition(".")[0] == "crosshead" for name in sys.modules):
-        raise SystemExit("the clean process has crosshead")
+        raise SystemExit("the clean process has imported crosshead")
     for line in sys.stdin:
         shutil.rmtree(home, ignore_errors=True)
         child = os.fork()
@@ -67,7 +67,7 @@ def serve(home: Path) -> None:
 
 
 def loaded(request: dict[str, Any]) -> None:
-    """Run the script, as the process that it is."""
+    """Run the script of a request in this forked process, then exit."""
     errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())

@@ -10,29 +10,34 @@ from .stacks import places_of
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """The names of one layer's attention tensors; a part is a name without the layer, as decoders have it."""
+    """Checkpoint names of one layer's attention tensors.
+
+    A part is a tensor's name within the attention module of decoders, such as `q_proj.weight`.
+    """
 
     prefix: str
+    """Prefix of the layer's attention tensors, such as `model.layers.0.self_attn.`."""
     parts: Mapping[str, str]
+    """Prefix of a part -> prefix of its name in this family; empty if parts are the names."""
 
     def stored(self, part: str) -> str:
-        """A part's name in the checkpoint."""
-        for decoders, ours in self.parts.items():
-            if part.startswith(decoders):
-                return self.prefix + ours + part.removeprefix(decoders)
+        """Return the checkpoint name of a part."""
+        for decoder_prefix, family_prefix in self.parts.items():
+            if part.startswith(decoder_prefix):
+                return self.prefix + family_prefix + part.removeprefix(decoder_prefix)
         return self.prefix + part
 
     def part(self, name: str) -> str | None:
-        """The part with a name in the checkpoint; None if it is no attention tensor of the layer."""
+        """Return the part of a checkpoint name; None if it is no attention tensor of the layer."""
         local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
         if local is None or not self.parts:
             return local
-        found = (each + local.removeprefix(ours) for each, ours in self.parts.items() if local.startswith(ours))
-        return next(found, None)
+        parts = (part + local.removeprefix(prefix) for part, prefix in self.parts.items() if local.startswith(prefix))
+        return next(parts, None)
 
 
 def attention_names(config: Any, layer: int) -> AttentionNames:
-    """The names of a layer's attention tensors."""
+    """Return the names of a layer's attention tensors."""
     family = family_of(config)
     if family.stacks:
         part, inner = places_of(config)[layer]
@@ -44,7 +49,7 @@ def attention_names(config: Any, layer: int) -> AttentionNames:
 
 
 def attention_layers(config: Any) -> range:
-    """The attention layers with weights of their own; of a T5, in the order of the forward pass."""
+    """Return the indices of attention layers with separate weights; for a T5, in the order of the forward pass."""
     if places := places_of(config):
         return range(len(places))
     shared = getattr(config, "num_hidden_groups", None)

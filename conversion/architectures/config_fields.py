@@ -14,13 +14,13 @@ MAXIMA = {
     "qk_nope_head_dim qk_rope_head_dim v_head_dim d_model d_kv d_ff relative_attention_max_distance vocab_size "
     "max_position_embeddings",
 }
-"""Maximum -> integer fields of a config: a damaged value must not exhaust the memory."""
+"""Maximum -> integer config fields that it applies to, so that a damaged value cannot exhaust the memory."""
 MAX_EXPERTS = 100_000
-"""Of all layers together."""
+"""Maximum number of experts in all layers together."""
 
 
 def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -> None:
-    """`ConversionError` for values that transformers does not check; `config_class` is the one with mechanisms."""
+    """Raise `ConversionError` for values that transformers does not check; `config_class` is the crosshead class."""
     for maximum, fields in MAXIMA.items():
         for field in fields.split():
             value = content.get(field)

@@ -1,4 +1,4 @@
-"""The conversions that encoders, and decoders with MLA, do not support, with the reasons."""
+"""Conversions that encoders, and decoders with MLA, do not support, and the reasons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,22 +12,23 @@ from .families import family_of
 
 @dataclass(frozen=True)
 class RequestedConversion:
-    """The source's configuration, and the requested mechanisms and options."""
+    """The source's config, and the requested mechanisms and options."""
 
     stock: Any
     mixers: MixerRequest
     options: Options
     statistics: set[str] = field(default_factory=set)
-    """The kinds of statistics that the conversion needs, once they are known."""
+    """Kinds of statistics that the conversion needs ("statistics", "use", "router"), once they are known."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A conversion that is refused."""
+    """An unsupported conversion, with its name and the reason for the error message."""
 
     conversion: str
     reason: str
     applies: Callable[[RequestedConversion], bool]
+    """True if a requested conversion is this unsupported one."""
 
 
 LIMITS = (
@@ -54,7 +55,7 @@ LIMITS = (
     Limit(
         "differential with half_values",
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
-        lambda request: any(each.mixers.get("differential", {}).get("half_values") for each in request.mixers.by_part),
+        lambda request: any(part.mixers.get("differential", {}).get("half_values") for part in request.mixers.by_part),
     ),
     Limit(
         "bilinear",
@@ -67,7 +68,7 @@ LIMITS = (
         lambda request: request.options.vocab_size is not None and family_of(request.stock).reads_images,
     ),
 )
-"""Of encoders, in the order in which they are checked."""
+"""Limits of encoders, in the order in which they are checked."""
 LATENT_LIMITS = (
     Limit(
         "--cache and --layers auto",
@@ -80,11 +81,11 @@ LATENT_LIMITS = (
         lambda request: "use" in request.statistics,
     ),
 )
-"""Of decoders with MLA."""
+"""Limits of decoders with MLA."""
 
 
 def check_limits(request: RequestedConversion) -> None:
-    """`ConversionError` if the model does not support the conversion."""
+    """Raise `ConversionError` if the model does not support the conversion."""
     family = family_of(request.stock)
     for limit in LIMITS if family.is_encoder else LATENT_LIMITS if family.latent else ():
         if limit.applies(request):

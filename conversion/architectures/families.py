@@ -1,4 +1,4 @@
-"""The model families that can be converted, their configurations, and the tensors of their checkpoints."""
+"""Model families that can be converted, their configs, and the tensors of their checkpoints."""
 
 import re
 from collections.abc import Callable, Container, Mapping
@@ -50,27 +50,29 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """A stock family and its crosshead counterpart."""
+    """A stock model family and its crosshead counterpart."""
 
     stock: type[PreTrainedConfig]
     crosshead: type[Any]
-    """The config class with mechanisms."""
+    """The crosshead config class."""
     architecture: str
-    """The stock class of the language model."""
+    """Name of the stock model class; the default for a family with several classes."""
     attention: str = "model.layers.{layer}.self_attn."
-    """The prefix of the names of a layer's attention tensors."""
+    """Prefix of the names of a layer's attention tensors."""
     parts: Mapping[str, str] | None = None
-    """Names of attention tensors in decoders -> in this family; None if they are the same."""
+    """Prefix of an attention tensor's name in decoders -> prefix in this family; None if they are the same."""
     stacks: Mapping[str, str] | None = None
-    """Part of the model with mechanisms of its own -> the prefix, in place of `attention`."""
+    """Part of a T5 -> prefix of the names of its attention tensors; replaces `attention`."""
     is_encoder: bool = False
-    """Whether it has an encoder."""
+    """True for encoders and for encoder-decoders."""
     reads_images: bool = False
+    """True for vision transformers."""
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
-    """Whether the projections of a config have biases."""
+    """Config -> True if the query, key and value projections have biases."""
     experts: bool = False
+    """True for families with mixture-of-experts layers."""
     latent: bool = False
-    """Whether keys and values are expanded from one latent vector (MLA)."""
+    """True if keys and values are expanded from one latent vector (MLA)."""
 
 
 _SELF = {"q_proj.": "self.query.", "k_proj.": "self.key.", "v_proj.": "self.value."}
@@ -133,91 +135,93 @@ FAMILIES: dict[str, Family] = {
     ),
     "dinov2": Family(Dinov2Config, CrossheadDinov2Config, "Dinov2ForImageClassification", **_VISION),
 }
-"""The stock `model_type` -> its family."""
+"""Stock `model_type` -> family."""
 PREFIX = "crosshead_"
 INVERSE_FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Names of tensors in old checkpoints that are computed from the config."""
+"""Names of RoPE frequencies, which old checkpoints store and transformers computes from the config."""
 OTHER_HEADS = re.compile(
     r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|(\w+\.)?pooler)\..+|(\w+\.)?embeddings\.mask_token"
 )
-"""Names of tensors from pretraining, which an encoder's class need not have."""
+"""Names of pretraining tensors (heads, pooler, mask token) that an encoder's model class may lack."""
 CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-"""A tensor of the first T5 checkpoints."""
+"""An unused tensor in the first T5 checkpoints."""
 NEXT_TOKENS = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
-"""The name of a tensor of DeepSeek-V3's layers for further tokens, which follow the decoder layers in a checkpoint."""
+"""Tensor name that identifies a layer for multi-token prediction (MTP) in a DeepSeek-V3 checkpoint."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
-"""Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
+"""Names of parameters that fuse all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Such a parameter -> the tensors of each expert in a checkpoint, in the order of the parameter's rows."""
+"""Fused parameter -> the tensors of each expert in a checkpoint, in the order of the parameter's rows."""
 
 
 def family_of(config: Any) -> Family:
-    """The family of a stock or crosshead config."""
+    """Return the family of a stock or crosshead config."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
 def classes_of(family: Family) -> list[str]:
-    """The stock classes of a family that have a counterpart."""
+    """Return the names of a family's stock model classes that have a crosshead counterpart."""
     start = family.crosshead.class_prefix.removeprefix("Crosshead")
     return [start + ending for ending in family.crosshead.auto_classes.values()]
 
 
 def architecture_of(config: Any) -> str:
-    """The stock class of a checkpoint, as its config names it where a family has several."""
+    """Return the name of a checkpoint's stock model class; encoder families have several, and the config names one."""
     family = family_of(config)
-    given = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
-    return given if family.is_encoder and given in classes_of(family) else family.architecture
+    named = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
+    return named if family.is_encoder and named in classes_of(family) else family.architecture
 
 
 def without_decoder(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The field of a config that says that a class has the encoder of a T5 alone; empty for other classes."""
+    """Return the config field `is_encoder_decoder=False` for a T5EncoderModel checkpoint, else no field."""
     names = content.get("architectures")
     is_encoder = isinstance(names, list) and bool(names) and str(names[0]).endswith("T5EncoderModel")
     return {"is_encoder_decoder": False} if is_encoder else {}
 
 
 def auto_class(config: Any) -> str:
-    """The Auto class that loads a checkpoint."""
+    """Return the name of the Auto class that loads a checkpoint."""
     config_class, architecture = family_of(config).crosshead, architecture_of(config)
     ending = architecture.removeprefix(config_class.class_prefix.removeprefix("Crosshead"))
-    return next(auto for auto, each in config_class.auto_classes.items() if each == ending)
+    return next(auto for auto, class_ending in config_class.auto_classes.items() if class_ending == ending)
 
 
 def empty_model(config: Any, **options: Any) -> Any:
-    """The model of a stock or crosshead config on the meta device."""
+    """Return the model of a stock or crosshead config on the meta device."""
     with torch.device("meta"):  # a copy, because transformers writes the attention implementation into the config
         return getattr(transformers, auto_class(config)).from_config(deepcopy(config), **options)
 
 
 def tied_tensors(config: Any) -> dict[str, str]:
-    """Tensors that a checkpoint need not contain -> the equal ones that it does."""
+    """Return the tied tensors, which a checkpoint may omit -> the stored tensors that they equal; {} for a T5."""
     is_tied = getattr(config, "tie_word_embeddings", False) and not family_of(config).stacks
     return dict(empty_model(config)._tied_weights_keys or {}) if is_tied else {}
 
 
 def stored_embedding(model: Any, stored: Container[str]) -> tuple[set[str], str]:
-    """The names of a T5's embeddings, its head included, and the one that is stored for those that are not.
+    """Return the names of a T5's embeddings, including its head, and the stored one that all missing ones equal.
 
-    Each may be stored and then counts, whatever the config says: so transformers loads them.
+    As in transformers, an embedding that the checkpoint stores is used, even if the config ties it.
     """
     tied = dict.fromkeys(["shared.weight", *model._tied_weights_keys])
     return set(tied), next((name for name in tied if name in stored), "shared.weight")
 
 
 def stored_names(model: Any) -> dict[str, str]:
-    """A vision transformer's tensors -> their names in checkpoints: those of earlier releases of transformers."""
+    """Return a vision transformer's tensor names -> names in checkpoints, which earlier transformers releases used."""
     tensors = model.state_dict()
     return {name: next(iter(revert_weight_conversion(model, {name: tensors[name]}))) for name in tensors}
 
 
 def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
-    """The names and shapes of the tensors of a stock or crosshead checkpoint.
+    """Return the names and shapes of the tensors of a stock or crosshead checkpoint.
 
-    `stored` are the names that the checkpoint has, on which the embeddings of a T5 depend.
+    `stored` are the names in the checkpoint; they determine which embeddings of a T5 are tied.
     """
     model = empty_model(config, attn_implementation="eager")
     if family_of(config).reads_images:
-        return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
+        return {
+            name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
+        }
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
@@ -236,12 +240,12 @@ def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
 
 
 def kind_of(content: dict[str, Any]) -> str:
-    """The kind of a configuration: "crosshead" with mechanisms, else "stock"."""
+    """Return "crosshead" for the config of a crosshead model, else "stock"."""
     return "crosshead" if str(content.get("model_type")).startswith(PREFIX) else "stock"
 
 
 def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
-    """The checked configuration of a checkpoint; `kind` is "stock" or "crosshead"."""
+    """Return the validated config of a checkpoint; `kind` is "stock" or "crosshead"."""
     model_type = content.get("model_type")
     allowed = [PREFIX * (kind == "crosshead") + family for family in FAMILIES]
     if model_type not in allowed:
@@ -253,10 +257,10 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
     check_fields(content, family.crosshead, f"config.json of {name}")
-    given, old_name = content.get("architectures"), "T5WithLMHeadModel"
-    if kind == "stock" and family.is_encoder and given and given[0] not in (*classes_of(family), old_name):
+    names, old_name = content.get("architectures"), "T5WithLMHeadModel"
+    if kind == "stock" and family.is_encoder and names and names[0] not in (*classes_of(family), old_name):
         raise ConversionError(
-            f"config.json of {name} has architectures={shown(given)}: convert one of {', '.join(classes_of(family))}; "
+            f"config.json of {name} has architectures={shown(names)}: convert one of {', '.join(classes_of(family))}; "
             "load the checkpoint with this class and save it"
         )
     if kind == "stock" and content.get("expert_bias"):
@@ -274,7 +278,7 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
 
 
 def check_plain(content: dict[str, Any], name: str) -> None:
-    """`ConversionError` if a stock model has remote code, because its code may compute something else."""
+    """Raise `ConversionError` if a stock model has remote code, which may compute something else."""
     code = content.get("auto_map")
     if isinstance(code, dict):
         code = {key: value for key, value in code.items() if not key.startswith("AutoTokenizer")}
@@ -286,11 +290,11 @@ def check_plain(content: dict[str, Any], name: str) -> None:
 
 
 def _wrong_family(name: str, model_type: Any, kind: str, allowed: list[str]) -> str:
-    given, family = f"{name} has model_type={model_type!r}", str(model_type).removeprefix(PREFIX)
+    problem, family = f"{name} has model_type={model_type!r}", str(model_type).removeprefix(PREFIX)
     if family != str(model_type) and family not in FAMILIES:
-        return f"{given}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
+        return f"{problem}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
     if kind == "stock" and isinstance(model_type, str) and model_type.startswith(PREFIX):
-        return f"{given}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
+        return f"{problem}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
     if kind == "crosshead" and model_type in FAMILIES:
-        return f"{given}, a stock model without mechanisms: `crosshead convert` adds mechanisms"
-    return f"{given}, which cannot be converted: use a model of type {', '.join(allowed)}"
+        return f"{problem}, a stock model without mechanisms: `crosshead convert` adds mechanisms"
+    return f"{problem}, which cannot be converted: use a model of type {', '.join(allowed)}"

@@ -1,4 +1,4 @@
-"""The tensors that mechanisms add to a checkpoint: initial values, component heads, KV cache, and router biases."""
+"""Tensors that mechanisms add to a checkpoint: initial values, component heads, KV cache size, and router biases."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,11 +19,11 @@ from .families import family_of
 from .stacks import parts_of
 
 SEED_STRIDE = 1_000_003
-"""Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
+"""A layer's seed is `seed * SEED_STRIDE + layer`, so that runs with neighbouring seeds share no layer's seed."""
 
 
 def dropped_biases(store: TensorStore, added: Iterable[str]) -> dict[str, str]:
-    """Router biases that a stock checkpoint lacks, and why; `ConversionError` if one is not zero."""
+    """Return the router biases that a stock checkpoint lacks -> reason; `ConversionError` if one is not zero."""
     names = [name for name in added if name.endswith(EXPERT_BIAS)]
     for name in names:
         if store.read(name).any():
@@ -34,18 +34,18 @@ def dropped_biases(store: TensorStore, added: Iterable[str]) -> dict[str, str]:
 
 
 def mixers_layout(config: Any, layer: int) -> HeadLayout:
-    """The head layout of one layer as its mechanisms see it."""
+    """Return the head layout of one layer as its mechanisms see it."""
     return shared_layout(config.mixers_of_layer(layer), config.layout_of_layer(layer))
 
 
 def layer_mixers(config: Any, layer: int) -> nn.ModuleDict:
-    """The mechanisms of one layer as modules, with the names of the model."""
+    """Return the mechanisms of one layer as modules, named as in the model."""
     settings, layout = config.mixers_of_layer(layer), mixers_layout(config, layer)
     return nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
 
 
 def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tensor]:
-    """The initial values of the tensors that one layer's mechanisms add (float32) by part, given a seed."""
+    """Return the initial values (float32), by part, of the tensors that one layer's mechanisms add, for a seed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed * SEED_STRIDE + layer)
         modules = layer_mixers(config, layer)
@@ -56,22 +56,22 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
 
 
 def _initial_std(config: Any) -> float:
-    """The standard deviation of random initial values; a T5 derives it from its width."""
+    """Return the standard deviation of random initial values; a T5 derives it from `d_model`."""
     if hasattr(config, "initializer_factor"):
         return float(config.initializer_factor * config.d_model**-0.5)
     return config.initializer_range
 
 
 def component_heads(config: Any, layer: int) -> tuple[int, int]:
-    """The number of heads of one layer's key projection and of its value projection."""
+    """Return the number of heads of one layer's key projection and of its value projection."""
     layout = mixers_layout(config, layer)
     return layout.key_components, layout.value_components
 
 
 def cache_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of KV cache per token, with weights of this dtype.
+    """Return the bytes of KV cache per token, for weights of this dtype.
 
-    Of a T5, for one token of the output and, in cross-attention, one of the input.
+    For a T5: one output token in self-attention, plus one input token in cross-attention.
     """
     numbers, uncached = 0, parts_of(config).get(ENCODER, ())
     for layer in filter(lambda layer: layer not in uncached, attention_layers(config)):
@@ -84,7 +84,7 @@ def cache_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _key_side_data(config: Any, layer: int, dtype: torch.dtype) -> int:
-    """How many further numbers one layer's mechanisms cache per token."""
+    """Return how many numbers per token one layer's mechanisms cache beside keys and values."""
     layout = mixers_layout(config, layer)
     with torch.device("meta"):
         modules: Any = layer_mixers(config, layer).to(dtype)

@@ -1,1 +1,1 @@
-"""Statistics of attention heads, recorded while the source runs on text."""
+"""Activation statistics of attention heads, recorded while the source runs on text or images."""

@@ -1,4 +1,4 @@
-"""Calibration: statistics of attention heads, recorded layer by layer while the source runs on a text, in one file."""
+"""Calibration: activation statistics of heads, recorded layer by layer while the source runs, in one file."""
 
 import hashlib
 import json
@@ -35,34 +35,35 @@ from .streamed_model import StreamedModel
 from .text import Text
 
 FINGERPRINT = "fingerprint"
+"""Metadata key of a calibration file for the fingerprint of the model."""
 Observer = HeadStatistics | HeadUse
 
 
 @dataclass(frozen=True)
 class Observers:
-    """The statistics to record in each layer."""
+    """The statistics to record and the tensors to fit in each layer."""
 
     kinds: set[str]
-    """Any of "statistics" (for component heads), "use" (for the order of heads) and "router" (fitted routers)."""
+    """Any of "statistics" (for component heads), "use" (for the order of heads) and "router" (for fitted routers)."""
     layouts: list[HeadLayout]
     active: list[int]
-    """The number of active heads of each layer."""
+    """Number of active heads per layer."""
     biased: bool
-    """Whether key and value projections have biases."""
+    """True if the key and value projections have biases."""
     candidates: list[list[Counts]] = field(default_factory=list)
-    """For each layer, the component heads for which frames and the output projection are fitted: one entry for each
-    number of groups to choose from. Empty if not known yet."""
+    """Per layer, the component counts for which tensors are fitted: one entry for each number of groups to choose
+    from. Empty if not known yet."""
     routings: list[Routing | None] = field(default_factory=list)
-    """The heads of each layer's mixture, for the kind "router"; None without a mixture that selects heads."""
+    """Per layer, shared and active heads of the mixture, for the kind "router"; None if no heads are selected."""
 
     @property
     def hidden_state_sets(self) -> int:
-        """The number of copies of the hidden states: one for each number of groups that is fitted."""
+        """Number of hidden-state copies for converted models: one for each number of groups that is fitted."""
         fits = max((len(self.fitted_counts(layer)) for layer in range(len(self.layouts))), default=0)
         return max(fits, int("router" in self.kinds))
 
     def of_layer(self, layer: int) -> dict[str, Observer]:
-        """New observers, by kind."""
+        """Return new observers for a layer, by kind."""
         layout = self.layouts[layer]
         observers: dict[str, Observer] = {}
         if "statistics" in self.kinds:
@@ -72,11 +73,11 @@ class Observers:
         return observers
 
     def routing(self, layer: int) -> Routing | None:
-        """The heads for which a layer's router is fitted."""
+        """Return the shared and active heads for which a layer's router is fitted, or None."""
         return self.routings[layer] if "router" in self.kinds else None
 
     def fitted_counts(self, layer: int) -> list[Counts]:
-        """The component heads that are fitted in a layer."""
+        """Return the component counts for which a layer is fitted."""
         if "statistics" not in self.kinds or not self.candidates:
             return []
         heads = self.layouts[layer].key_value_heads
@@ -84,32 +85,32 @@ class Observers:
 
     @property
     def chooses_groups(self) -> bool:
-        """Whether the number of groups depends on the statistics."""
-        return any(len(of_layer) > 1 for of_layer in self.candidates)
+        """True if the number of groups is chosen from the statistics."""
+        return any(len(counts) > 1 for counts in self.candidates)
 
     def shapes(self) -> Shapes:
-        """The names and shapes of the statistics in a calibration file."""
+        """Return the names and shapes of the statistics in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
-            of_kind = {"statistics": HeadStatistics.shapes(layout, self.biased), "use": HeadUse.shapes(layout)}
+            shapes_of_kind = {"statistics": HeadStatistics.shapes(layout, self.biased), "use": HeadUse.shapes(layout)}
             if (routing := self.routing(layer)) is not None:
-                of_kind["router"] = routing.shapes(layout)
-            for kind in self.kinds & of_kind.keys():
-                shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in of_kind[kind].items()}
+                shapes_of_kind["router"] = routing.shapes(layout)
+            for kind in self.kinds & shapes_of_kind.keys():
+                shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes_of_kind[kind].items()}
         return shapes
 
     def solved_shapes(self) -> Shapes:
-        """The names and shapes of the fitted tensors in a calibration file."""
+        """Return the names and shapes of the fitted tensors in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             for counts in self.fitted_counts(layer):
-                of_layer = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
-                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in of_layer.items()}
+                solved = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
+                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in solved.items()}
         return shapes
 
     @property
     def size(self) -> int:
-        """Maximum size of the calibration file in bytes."""
+        """Upper bound of the calibration file's size in bytes."""
         return sum(8 * prod(shape) for shape in (self.shapes() | self.solved_shapes()).values())
 
 
@@ -120,7 +121,7 @@ class Calibration:
     path: Path
 
     def layer(self, layer: int) -> dict[str, Tensors]:
-        """The statistics of a layer: "statistics", "use" -> tensors."""
+        """Return the tensors of a layer by kind ("statistics", "use", "router") and name."""
         tensors: dict[str, Tensors] = {}
         with safe_open(self.path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
@@ -130,9 +131,9 @@ class Calibration:
         return tensors
 
     def check(self, observers: Observers, fingerprint: Callable[[], str] | None = None) -> None:
-        """`ConversionError` if the file is not a calibration, or was made for another model or other statistics.
+        """Raise `ConversionError` if the file is not a calibration, or was made for another model or other statistics.
 
-        `fingerprint` returns the model's fingerprint; it is slow, and called last.
+        `fingerprint` returns the model's fingerprint; it is slow, so it is called last.
         """
         try:
             with safe_open(self.path, framework="pt") as file:
@@ -172,21 +173,21 @@ def calibrate(
     fingerprint: str,
     known: Calibration | None = None,
 ) -> None:
-    """Run windows of tokens (B, T) through the source and write the statistics, with the model's fingerprint.
+    """Run the source on windows of tokens (B, T) or on images, and write statistics, fitted tensors and fingerprint.
 
-    `known` statistics are copied; the tensors that are fitted to them are computed.
+    With `known`, the statistics are copied from this calibration, and only the fitted tensors are computed.
     """
     partial_file = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
-    found = _recorded(model, tokens, observers, advance, known)
-    write_growing(partial_file, expected, found, {FINGERPRINT: fingerprint})
+    tensors = _layer_tensors(model, tokens, observers, advance, known)
+    write_growing(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
     partial_file.replace(path)
 
 
-def _recorded(
+def _layer_tensors(
     model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance, known: Calibration | None
 ) -> Iterator[Tensors]:
-    """The statistics, one layer at a time."""
+    """Yield the tensors of the calibration file, one layer at a time."""
     hidden = model.embed(tokens)
     converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
     for layer, module in model.layers():
@@ -197,8 +198,8 @@ def _recorded(
         with ExitStack() as hooks:
             record = partial(_observe, observed.values())
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-            for each in calls:
-                hooks.enter_context(attention.register_forward_hook(each, with_kwargs=True))
+            for call in calls:
+                hooks.enter_context(attention.register_forward_hook(call, with_kwargs=True))
             if observers.kinds - {"router"}:
                 _step(model, module, hidden)
         tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
@@ -209,24 +210,28 @@ def _recorded(
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
             is_routed = observers.routing(layer) is not None
             compressed = [
-                solve_layer(attention, statistics, *each, is_routed) for each in zip(calls, fitted_counts, strict=True)
+                solve_layer(attention, statistics, *pair, is_routed) for pair in zip(calls, fitted_counts, strict=True)
             ]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
                 tensors["router"] = _route(model, module, states, observers.routing(layer), heads)
-        yield {f"{layer}.{kind}.{name}": each.cpu() for kind, of in tensors.items() for name, each in of.items()}
+        yield {
+            f"{layer}.{kind}.{name}": tensor.cpu()
+            for kind, by_name in tensors.items()
+            for name, tensor in by_name.items()
+        }
         advance(layer + 1, len(observers.layouts))
 
 
 def _step(model: StreamedModel, module: nn.Module, hidden: torch.Tensor) -> None:
-    """Replace a layer's inputs by its outputs."""
+    """Replace hidden states, in place, by a layer's outputs."""
     with fast_products():
         model.step(module, hidden)
 
 
 def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None, heads: int) -> Tensors:
-    """Fit a layer's router on hidden states of the converted model, and replace these by the layer's outputs."""
+    """Return a layer's router, fitted on the converted model; replace the hidden states by the layer's outputs."""
     if routing is None:
         _step(model, module, hidden)
         return {}
@@ -241,7 +246,7 @@ def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Rou
 
 
 def _observe(observers: Iterable[Observer], attention: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-    """A forward pre-hook of an attention layer."""
+    """Forward pre-hook of an attention layer that passes its inputs to the observers."""
     with full_products():
         for observer in observers:
             observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
@@ -257,9 +262,12 @@ def observe(
     known: Calibration | None = None,
     device: str = "cpu",
 ) -> Calibration:
-    """The saved calibration, or that of an unfinished run in `cached`, or a new one there from `known` statistics."""
-    if text.given is not None and text.is_saved:
-        calibration = Calibration(text.given)
+    """Return the given saved calibration, the one that an unfinished run left at `cached`, or a new one at `cached`.
+
+    For `known`, see `calibrate`.
+    """
+    if text.path is not None and text.is_saved:
+        calibration = Calibration(text.path)
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
         return calibration
     if not cached.exists():
@@ -271,11 +279,11 @@ def observe(
 
 
 IGNORED_FIELDS = {"_name_or_path", "architectures", "dtype", "transformers_version"}
-"""Fields of a configuration that do not affect a layer's outputs."""
+"""Config fields that do not affect a layer's outputs."""
 
 
 def fingerprint_of(store: TensorStore, config: Any, progress: Progress) -> str:
-    """A hash of the configuration and of every weight that a calibration depends on."""
+    """Return a hash of the config and of every weight that a calibration depends on."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_FIELDS}
     lines = [json.dumps(fields, sort_keys=True, default=str)]
     names = sorted(name for name in tensor_shapes(config, store.entries) if name not in ("model.norm.weight", HEAD))

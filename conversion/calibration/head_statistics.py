@@ -1,14 +1,15 @@
-"""Statistics of one attention layer for method `aligned`: how much errors in keys and values affect its output.
+"""Activation statistics of one attention layer for method `aligned`: the effect of key and value errors on its output.
 
-To first order an error `e` in a key or value head costs `sum (y . e)^2`, where `y` is the direction in which the
-layer's output changes. Errors are linear in the layer's own keys (values) `x`, all heads concatenated: `e = D x`. The
-sum is stored in parts, each as two matrices whose product approximates it: `sum tr(metric D gram D^T) / weight`. The
-size does not depend on the text, and windows are added up.
+To first order, an error `e` (d) of a key or value head adds `sum (y . e)^2` to the squared error of the layer's
+output, where `y` (d) is the sensitivity of the output. Errors are linear in the layer's own keys (values) `x` (n), all
+heads concatenated: `e = D x`. The sum is split into parts. Each part is stored as a metric (the sum of `y y^T`), a
+Gram matrix (the weighted sum of `x x^T`) and the sum of weights, which approximate it by
+`tr(metric D gram D^T) / weight`. Their size does not depend on the text, and windows are added up.
 
-- A key's error changes a score, the score the attention weights, the weights the output: `y` is the query, rotated
-  back by the key's position, times `A |(v - o) W_O|`. Parts: a window's first key, which is an attention sink; a
-  query's last few keys; all others. The sum of `y y^T` over queries is estimated by one sum of all `y` with random
-  signs, which is unbiased and much cheaper.
+- A key's error changes a score, hence the attention weights, hence the output: `y` is the query, rotated back by the
+  key's position, times `A |(v - o) W_O|`, with attention weight `A`, value `v` and head output `o`. Parts: a window's
+  first key, which is an attention sink; all other keys, without each query's last few keys; these last keys. The sum
+  of `y y^T` over queries is estimated by one sum of all `y` with random signs, which is unbiased and much cheaper.
 - Values affect the output through their attention-weighted average, which is `x`; `y` are the rows of `W_O`.
 """
 
@@ -26,58 +27,60 @@ from crosshead.modeling.ops import inverse_rms
 from ..architectures.families import Shapes
 
 QUERIES = 128
-"""Maximum number of queries of a window that are used, evenly spaced."""
+"""Maximum number of queries per window that are used; they are evenly spaced."""
 NEAR = 8
-"""The number of a query's last keys that count as near."""
+"""Number of a query's last keys that form the part of near keys."""
 PARTS = {"key": 3, "value": 1}
-"""First key, far keys, near keys; all values."""
+"""Side -> number of parts: first key, far keys and near keys; a single part for values."""
 KINDS = ("metric", "gram", "weight")
+"""Sums that are stored for each side."""
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""The cos and sin of RoPE: (T, d) each."""
+"""Cosines and sines of RoPE: (T, d) each."""
 
 
 def fast_dtype() -> torch.dtype:
-    """The dtype with the fastest matrix products on this CPU."""
+    """Return the dtype with the fastest matrix products on this CPU."""
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if in_hardware else torch.float32
 
 
 def fast_products() -> torch.autocast:
-    """A context in which matrix products use `fast_dtype`.
+    """Return a context in which matrix products use `fast_dtype` (autocast).
 
-    Without the cache of cast weights: within a caller's autocast it would stay filled while steps change the weights.
+    The cache of cast weights is off: within a caller's autocast it would keep old values while Adam changes weights.
     """
     dtype = fast_dtype()
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
 def full_products() -> torch.autocast:
-    """A context that switches off an outer `fast_products`."""
+    """Return a context that switches off an outer `fast_products`."""
     return torch.autocast("cpu", enabled=False)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """One window of tokens; heads before tokens."""
+    """Tensors of one window of tokens; KV heads are the first dimension, then query heads per KV head (group)."""
 
     query: torch.Tensor
     """Selected queries after RoPE: (h, group, Q, d)."""
     key: torch.Tensor
-    """Before norm and RoPE: (h, T, d)."""
+    """Keys before norm and RoPE: (h, T, d)."""
     value: torch.Tensor
-    """(h, T, d)."""
+    """Values: (h, T, d)."""
     weights: torch.Tensor
-    """(h, group, Q, T)."""
+    """Attention weights of the selected queries: (h, group, Q, T)."""
     output: torch.Tensor
     """`W_O` by head: (h, group, hidden, d)."""
     positions: torch.Tensor
-    """Of the selected queries: (Q,)."""
+    """Positions of the selected queries: (Q,)."""
 
 
 class HeadStatistics:
     """Sums over windows: "key.metric" (h, parts, d, d), "key.gram" (h, parts, n, n), "key.weight" (h, parts).
 
-    The same for "value". `n` is `h d`, plus one if the projection has a bias: the last feature then is the number 1.
+    The sums for "value" have the same shapes. `n` is `h d`, plus one if the projection has a bias: the last feature is
+    then the constant 1.
     """
 
     def __init__(self, layout: HeadLayout, sums: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -86,12 +89,12 @@ class HeadStatistics:
         self.windows = 0
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
-        """The sums, for a calibration file."""
+        """Return the sums, for a calibration file."""
         return {name: tensor.cpu().contiguous() for name, tensor in self.sums.items()}
 
     @staticmethod
     def shapes(layout: HeadLayout, biased: bool) -> Shapes:
-        """The names and shapes of these tensors."""
+        """Return the names and shapes of the sums in a calibration file."""
         heads, size = layout.key_value_heads, layout.head_dim
         features = heads * size + biased
         tails = {"metric": (size, size), "gram": (features, features), "weight": ()}
@@ -143,7 +146,7 @@ class HeadStatistics:
             self._add("key", index, of_keys.mT @ of_keys, (x * importance.unsqueeze(-1)).mT @ x, importance.sum(1))
 
     def _through_norm(self, attention: Any, directions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Directions of keys after the norm, transformed to keys before it, without the norm's factor `1 / rms`."""
+        """Return the vector-Jacobian product of the key norm for directions (h, group, any, d), without `1 / rms`."""
         eps = self.layout.key_norm_eps
         if eps is None:
             return directions
@@ -165,16 +168,17 @@ class HeadStatistics:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE; its inverse with `-sin`."""
+    """Apply RoPE, or its inverse if `sin` is negated."""
     return x * cos + rotate_half(x) * sin
 
 
 def _with_one(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Append a column of ones to features (T, n) if the projection has a bias."""
     return x if bias is None else torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
 
 
 def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Each part of the keys: their positions, the directions `y` (h, group, any, d), the importance of keys (h, T)."""
+    """Return, for each part of the keys: positions, directions `y` (h, group, any, d), importance of keys (h, T)."""
     root = _output_change(window).mul_(window.weights)  # (h, group, Q, T)
     nearest, keys = _nearest(root, window.positions)
     near_importance = torch.zeros_like(root[:, 0, 0]).index_add_(1, keys, nearest.square().sum(1).flatten(1))
@@ -197,14 +201,14 @@ def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, to
 
 
 def _nearest(root: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of each query's last keys (h, group, Q, NEAR), 0 before the first key; and their positions."""
+    """Return the entries for each query's last keys (h, group, Q, NEAR), 0 before the first key; and key positions."""
     keys = positions[:, None] - torch.arange(NEAR, device=positions.device)
     chosen = root.gather(-1, keys.clamp_min(0).expand(*root.shape[:2], -1, -1))
     return chosen.where(keys >= 0, 0), keys.clamp_min(0).flatten()
 
 
 def _output_change(window: _Window) -> torch.Tensor:
-    """`|(v_s - o_t) W_O|` for every query and key: (h, group, Q, T)."""
+    """Return `|(v_s - o_t) W_O|` for every query t and key s: (h, group, Q, T)."""
     value = window.value.unsqueeze(1)
     average = window.weights @ value
     metric = window.output.mT @ window.output

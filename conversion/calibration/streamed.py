@@ -1,4 +1,4 @@
-"""The streamed model of a config."""
+"""Choice of the `StreamedModel` class for a config."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .streamed_t5 import StreamedT5
 
 
 def stream(store: TensorStore, config: Any, *arguments: Any, **options: Any) -> StreamedModel:
-    """The model of a config, layer by layer."""
+    """Return the model of a config, which runs layer by layer."""
     family = family_of(config)
     encoder = StreamedT5 if family.stacks else StreamedImages if family.reads_images else StreamedEncoder
     return (encoder if family.is_encoder else StreamedModel)(store, config, *arguments, **options)

@@ -16,7 +16,7 @@ Hook = Callable[..., Any]
 
 
 class AttentionView:
-    """A stock attention layer of an encoder, as one of a decoder: its projections and the hooks on its inputs."""
+    """Adapter that gives an encoder's stock attention the interface of a decoder's: parameter names, input hooks."""
 
     def __init__(self, attention: Any, parts: Mapping[str, str]) -> None:
         self._module, self._names = attention, AttentionNames("", parts)
@@ -24,28 +24,28 @@ class AttentionView:
 
     @property
     def o_proj(self) -> Any:
-        """The output projection."""
+        """Output projection."""
         return self._module.get_submodule(self._names.stored("o_proj.").removesuffix("."))
 
     def get_parameter(self, part: str) -> nn.Parameter:
-        """A parameter by its name in decoders."""
+        """Return a parameter by its name in decoders."""
         return self._module.get_parameter(self._names.stored(part))
 
     def register_forward_pre_hook(self, hook: Hook, with_kwargs: bool = True) -> RemovableHandle:
-        """Call a hook with the hidden states as a keyword argument, as decoders are called."""
+        """Register a hook that gets the hidden states as a keyword argument, as in decoders."""
         return self._reader.register_forward_pre_hook(
             lambda module, args: hook(module, (), {"hidden_states": args[0]})
         )
 
 
 class StreamedEncoder(StreamedModel):
-    """An encoder over a store; its outputs are the last hidden states."""
+    """An encoder with weights from a tensor store; its outputs are the last hidden states."""
 
     def _set_up(self) -> None:
         self._base = self._model.base_model
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) of one text each -> hidden states (B, T, hidden)."""
+        """Return the hidden states (B, T, hidden) of token ids (B, T); a sequence is a single text segment."""
         embeddings, mapping = self._base.embeddings, getattr(self._base.encoder, "embedding_hidden_mapping_in", None)
         tokens = tokens.to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
@@ -60,11 +60,11 @@ class StreamedEncoder(StreamedModel):
         encoder, count = self._base.encoder, self.config.num_hidden_layers
         if hasattr(encoder, "layer"):
             return [*encoder.layer]
-        groups = encoder.albert_layer_groups  # of ALBERT, whose layers share their weights
+        groups = encoder.albert_layer_groups  # ALBERT, whose layers share their weights
         return [layer for index in range(count) for layer in groups[int(index / (count / len(groups)))].albert_layers]
 
     def attention(self, layer: Any) -> Any:
-        """The attention of one of `layers`."""
+        """Return the attention of one of `layers`."""
         return AttentionView(layer.attention, family_of(self.config).parts or {})
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class StreamedEncoder(StreamedModel):
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """The identity: heads of tasks are copied unchanged."""
+        """Yield the identity, because task heads are copied unchanged."""
         yield lambda hidden: hidden
 
 
@@ -82,31 +82,31 @@ FEATURES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "deit": lambda hidden: hidden[:, 0],
     "dinov2": lambda hidden: torch.cat([hidden[:, 0], hidden[:, 1:].mean(1)], dim=-1),
 }
-"""The stock `model_type` -> a function from the hidden states (B, T, hidden) to the features of its classifier."""
+"""Stock `model_type` -> function from the hidden states (B, T, hidden) to the inputs of the classifier."""
 
 
 JOINT, JOINT_PARTS = "mlp.weights_in.", ("mlp.gate_proj.", "mlp.up_proj.")
-"""DINOv2's gated linear unit: the name in checkpoints of two projections, one after the other -> their names."""
+"""DINOv2's gated linear unit: the name of the fused projection in checkpoints, and the names of its two halves."""
 
 
 class StreamedImages(StreamedEncoder):
-    """A vision transformer over a store; its outputs are logits of classes, or without a classifier hidden states."""
+    """A vision transformer with weights from a store; its outputs are logits, or hidden states without classifier."""
 
     def _set_up(self) -> None:
         super()._set_up()
         self._names = stored_names(self._model)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Pixel values (B, channels, height, width) -> hidden states (B, T, hidden)."""
+        """Return the hidden states (B, T, hidden) of pixel values (B, channels, height, width)."""
         embeddings = self._base.embeddings
         with self._weights(embeddings):
             return torch.cat([embeddings(image.to(self.device, self._dtype)) for image in tokens.split(1)])
 
     def _layers(self) -> list[Any]:
-        return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # the latter of DINOv2
+        return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # DINOv2 has `encoder.layer`
 
     def attention(self, layer: Any) -> Any:
-        """The attention of one of `layers`."""
+        """Return the attention of one of `layers`."""
         is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
         return AttentionView(layer.attention, {} if is_flat else family_of(self.config).parts or {})
 
@@ -116,7 +116,7 @@ class StreamedImages(StreamedEncoder):
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """A function from the last layer's hidden states (B, T, hidden) to the outputs."""
+        """Yield a function from the last layer's hidden states (B, T, hidden) to the outputs."""
         norm, classifier = self._base.layernorm, getattr(self._model, "classifier", None)
         features = FEATURES[self.config.model_type.removeprefix(PREFIX)]
         with self._weights(norm):
@@ -127,8 +127,8 @@ class StreamedImages(StreamedEncoder):
                 yield lambda hidden: classifier(features(norm(hidden)))
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
-        for place, part in enumerate(JOINT_PARTS):
+        for index, part in enumerate(JOINT_PARTS):
             if part in name:
                 whole = super()._stored(name.replace(part, JOINT), torch.Size([2 * shape[0], *shape[1:]]))
-                return whole.chunk(2)[place]
+                return whole.chunk(2)[index]
         return super()._stored(self._names[name], shape)

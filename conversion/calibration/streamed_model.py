@@ -1,8 +1,8 @@
 """A model that runs layer by layer: each layer's weights are read from a store before it runs, and freed after it.
 
-The caller drives: `embed`, then each of `layers` through `call`, then `head`. The memory holds one layer, and the
-hidden states that the caller keeps. The modules are those of transformers and crosshead, so that the outputs equal
-those of the model loaded as a whole.
+The caller runs `embed`, then `call` or `step` for each of `layers`, then `head`. The memory holds one layer, and the
+hidden states that the caller keeps. The modules come from transformers and crosshead, so that the outputs equal the
+outputs of the model when it is loaded as a whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +19,9 @@ from ..sources.tensor_store import TensorStore, checked_entry
 
 
 class StreamedModel:
-    """A causal language model over a store, for a stock or crosshead config.
+    """A causal language model with weights from a tensor store, for a stock or crosshead config.
 
-    Without `attn_implementation`, attention is the one that `from_pretrained` would choose. Layers run on `device`.
+    By default, `attn_implementation` is chosen as in `from_pretrained`. Layers run on `device`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StreamedModel:
         self._model.requires_grad_(False).eval()
         self.config = self._model.config
         self._prefixes = {module: f"{name}." if name else "" for name, module in self._model.named_modules()}
-        """Of the names of a module's tensors in the store."""
+        """Module -> prefix of its tensors' names in the store."""
         self._set_up()
 
     def _set_up(self) -> None:
@@ -49,20 +49,20 @@ class StreamedModel:
 
     @property
     def depth(self) -> int:
-        """The number of layers that `run` reports."""
+        """Number of layers, after each of which `run` calls `advance`."""
         return int(self.config.num_hidden_layers)
 
     def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of which each output predicts the next one, of those that the model reads (B, T)."""
+        """Return, of the tokens (B, T) that the model reads, the tokens at the positions of the outputs."""
         return tokens
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all tokens."""
+        """Return embeddings (B, T, hidden) of token ids (B, T). Reads the full matrix: call it once for all tokens."""
         rows = self._stored(EMBEDDING, self._model.model.embed_tokens.weight.shape)
         return functional.embedding(tokens.cpu(), rows).to(self.device, self._dtype)
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each layer with its weights, which are freed when the next layer is requested."""
+        """Yield each layer with its weights, which are freed when the next layer is requested."""
         for index, layer in enumerate(self._layers()):
             with self._weights(layer):
                 yield index, layer
@@ -71,7 +71,7 @@ class StreamedModel:
         return self._model.model.layers
 
     def attention(self, layer: Any) -> Any:
-        """The attention of one of `layers`."""
+        """Return the attention of one of `layers`."""
         return layer.self_attn
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class StreamedModel:
         )
 
     def step(self, layer: nn.Module, hidden: torch.Tensor, batch_size: int = 1) -> None:
-        """Run one of `layers` on hidden states (B, T, hidden), in place, `batch_size` sequences in a call."""
+        """Run one of `layers` on hidden states (B, T, hidden), in place, with `batch_size` sequences per call."""
         for sequences in hidden.split(batch_size):
             sequences.copy_(self.call(layer, sequences))
 
@@ -104,17 +104,17 @@ class StreamedModel:
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """A function from the last layer's hidden states to logits; its weights are freed with the context."""
+        """Yield a function from the last layer's hidden states to logits; its weights are freed with the context."""
         norm, head = self._model.model.norm, self._model.lm_head
         with self._weights(norm), self._weights(head):
             yield lambda hidden: head(norm(hidden))
 
     @contextmanager
     def whole(self, resident: bool = True) -> Iterator[Any]:
-        """The model as a module, within the context.
+        """Yield the model as a module that can be called within the context.
 
-        If it is `resident`, all weights are in memory; if not, each layer's weights are read whenever it is called.
-        The outputs are the same.
+        With `resident`, all weights are in memory; otherwise each layer's weights are read whenever it is called. The
+        outputs are the same.
         """
         model = self._model
         rotary, model.model.rotary_emb = model.model.rotary_emb, self._rotary
@@ -140,7 +140,7 @@ class StreamedModel:
     def _weights(self, module: nn.Module) -> Iterator[None]:
         """Load a module's weights within the context."""
         empty, prefix = module.state_dict(), self._prefixes[module]
-        # A model of any dtype may have some tensors in float32.
+        # The dtype is that of each tensor: a model of any dtype may have some tensors in float32.
         loaded = {
             name: self._tensor(prefix + name, old.shape).to(self.device, old.dtype) for name, old in empty.items()
         }

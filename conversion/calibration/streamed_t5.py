@@ -1,8 +1,8 @@
 """A T5 that runs layer by layer, as `StreamedModel` runs decoders.
 
-A layer is one attention: those of the encoder, then self-attention and cross-attention of each layer of the decoder;
-the last one of a block runs with the feed-forward network. The hidden states of both stacks are one tensor (B, T,
-hidden): the encoder reads the first half of each window, the decoder the second.
+A layer is one attention: the self-attention of each encoder block, then the self-attention and the cross-attention of
+each decoder block. The last attention of a block runs together with the feed-forward network. The hidden states of
+both stacks are one tensor (B, T, hidden): the encoder reads the first half of each window, the decoder the second.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,18 @@ from .streamed_model import StreamedModel
 
 
 class AttentionLayer(NamedTuple):
-    """One attention, in the block that holds it."""
+    """One attention layer of a T5."""
 
     part: str
+    """Part of the model: encoder, decoder or cross."""
     inner: int
+    """Index of the block in its stack."""
     block: Any
+    """The block that contains the attention."""
 
 
 class StreamedT5(StreamedModel):
-    """A T5 over a store; its outputs are logits, or without a head the last hidden states of the last stack."""
+    """A T5 with weights from a tensor store; its outputs are logits, or without an LM head the last hidden states."""
 
     def _set_up(self) -> None:
         self._embeddings, self._embedding = stored_embedding(self._model, self._store.entries)
@@ -40,21 +43,21 @@ class StreamedT5(StreamedModel):
 
     @property
     def depth(self) -> int:
-        """The number of attention layers."""
+        """Number of attention layers."""
         return len(places_of(self.config))
 
     def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The decoder's tokens."""
+        """Return the decoder's tokens."""
         return model_inputs(self.config, tokens)["decoder_input_ids"]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) -> hidden states of both stacks (B, T, hidden)."""
+        """Return the embeddings (B, T, hidden) for both stacks of token ids (B, T)."""
         rows = self._stored("encoder.embed_tokens.weight", self._model.shared.weight.shape)
         read = torch.cat([*model_inputs(self.config, tokens.cpu()).values()], dim=1)
         return functional.embedding(read, rows).to(self.device, self._dtype)
 
     def layers(self) -> Iterator[tuple[int, Any]]:
-        """Each attention layer with its weights; they are freed after the last one of a block."""
+        """Yield each attention layer with its weights, which are freed after the last attention of a block."""
         parts = {ENCODER: [ENCODER], DECODER: [DECODER, CROSS]}
         index = 0
         for name in (ENCODER, DECODER) if self._decodes else (ENCODER,):
@@ -67,7 +70,7 @@ class StreamedT5(StreamedModel):
                             index += 1
 
     def attention(self, layer: Any) -> Any:
-        """The attention of one of `layers`."""
+        """Return the attention of one of `layers`."""
         sublayer = layer.block.layer[int(layer.part == CROSS)]
         attention = sublayer.EncDecAttention if layer.part == CROSS else sublayer.SelfAttention
         return AttentionView(attention, family_of(self.config).parts or {})
@@ -75,7 +78,8 @@ class StreamedT5(StreamedModel):
     def call(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding.
 
-        The first layer of a stack returns the position biases, which the others get. The last one ends with its norm.
+        The first block of a stack computes the position bias that later blocks reuse. The last block is followed by
+        the final norm of its stack.
         """
         half = hidden.shape[1] // 2 if self._decodes else hidden.shape[1]
         text, answer = hidden[:, :half], hidden[:, half:]
@@ -92,18 +96,18 @@ class StreamedT5(StreamedModel):
         return torch.cat([text, answer], dim=1)
 
     def _ended(self, layer: AttentionLayer, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states after a block; after the last one, those after the norm of the stack."""
+        """Return the hidden states after a block, with the final norm of the stack after its last block."""
         stack = getattr(self._model, ENCODER if layer.part == ENCODER else DECODER)
         return stack.final_layer_norm(hidden) if layer.inner == len(stack.block) - 1 else hidden
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Run all layers on token ids (B, T); the hidden states of the last stack."""
+        """Run all layers on token ids (B, T) and return the hidden states of the last stack."""
         hidden = super().run(tokens, advance)
         return hidden[:, tokens.shape[1] // 2 :] if self._decodes else hidden
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """A function from the hidden states after the norm to the outputs."""
+        """Yield a function from the hidden states after the final norm to the outputs."""
         head = getattr(self._model, "lm_head", None)
         if head is None:
             yield lambda hidden: hidden
@@ -114,7 +118,7 @@ class StreamedT5(StreamedModel):
 
     @contextmanager
     def whole(self, resident: bool = True) -> Iterator[Any]:
-        """The model as a module, with all weights in memory within the context."""
+        """Yield the model as a module, with all weights in memory within the context."""
         with self._weights(self._model):
             yield self._model
 

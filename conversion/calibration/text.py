@@ -1,4 +1,4 @@
-"""Text for calibration and comparison: a file, or the default text with sequences sampled from the model."""
+"""Text for calibration and verification: a file, or the default text with sequences sampled from the model."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,53 +29,57 @@ from .head_statistics import fast_dtype
 from .streamed_model import StreamedModel
 
 WINDOW_LENGTH = 1024
+"""Number of tokens per window for decoders."""
 WINDOWS = 16
+"""Number of windows of a given text for decoders."""
 SENTENCES, SENTENCE_LENGTH = 1024, 32
-"""The number and the length of windows for encoders, which read single sentences or short paragraphs."""
+"""Number and length of windows for encoders, which read single sentences or short paragraphs."""
 PAIRS, PAIR_LENGTH = 128, 256
-"""The same for an encoder with a decoder: each reads half of a window."""
+"""Number and length of windows for encoder-decoders: each stack reads half of a window."""
 DEFAULT_WINDOWS, SAMPLED_SHAPE = 30, (112, WINDOW_LENGTH // 8)
-"""Without a text: the number of windows, and the number and length of sequences that are sampled from the model; these
-make up 14 of the windows."""
+"""For decoders without a given text: the number of windows, and the number and length of sequences that are sampled
+from the model; these make up 14 of the windows."""
 DOCUMENTATION = 0.25
-"""The part of a decoder's windows of default text that are documentation."""
+"""Fraction of a decoder's windows of default text that are documentation."""
 MAX_SAMPLED_PARAMETERS = 4 * 10**9
-"""Larger models are not sampled from, because it would take longer than the rest. The amount of text depends on the
-model, never on the memory."""
+"""Maximum number of parameters of a model to sample from; for larger models, sampling would take longer than the rest
+of the calibration. The amount of text depends on the model only, not on the available memory."""
 HELD_OUT = 0.8
-"""The part of the default text that calibration reads; verification reads the rest."""
+"""Fraction of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "crosshead's default text"
+"""Name of the default text in conversion.json."""
 MIN_WINDOW = 32
-"""Minimum number of tokens: a shorter context says little about a model."""
+"""Minimum number of tokens in a text: a shorter context says little about a model."""
 CHARACTERS_PER_TOKEN = 32
-"""More than any tokenizer needs on average; limits the part of a long text that is tokenised."""
+"""More characters per token than any tokenizer has on average; limits the part of a long text that is tokenised."""
 SEED = 0
 
 
 def default_text() -> str:
-    """Articles, stories, news, conversations and code, written for this purpose; a tenth is in other languages."""
+    """Return articles, stories, news, conversations and code, written for this purpose; a tenth is not in English."""
     return files(__package__).joinpath("default_text.txt").read_text(encoding="utf-8")
 
 
 def default_documentation() -> str:
-    """Manuals and references of invented software.
+    """Return manuals and references of invented software.
 
-    A model predicts most of their names by copying. With prose alone, the choice of heads loses the heads that copy.
+    A model can predict most of their names only by copying from the context. With prose alone, a budget search would
+    remove the heads that copy (induction heads).
     """
     return files(__package__).joinpath("default_documentation.txt").read_text(encoding="utf-8")
 
 
 def held_out_text() -> str:
-    """The part of the default text that calibration does not read."""
+    """Return the part of the default text that calibration does not read."""
     text = default_text()
     return text[int(len(text) * HELD_OUT) :]
 
 
 def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
-    """Token ids (count, length) of windows that do not overlap, evenly spaced over the text; fewer for a short text.
+    """Return token ids (count, length) of disjoint windows, evenly spaced over the text; fewer for a short text.
 
-    Each begins with the tokenizer's start tokens, as in the model's training, and ends with its end tokens if it is
-    `closed`. A text too short for one window gives one shorter window. `vocabulary` is the size of the
+    Each window begins with the tokenizer's start tokens, as in the model's training, and ends with its end tokens if
+    it is `closed`. A text that is too short for one window gives one shorter window. `vocabulary` is the size of the
     model's vocabulary.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
@@ -104,7 +108,7 @@ def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int,
 
 
 def _excerpts(text: str, size: int, count: int) -> str:
-    """`count` evenly spaced pieces of `size` characters; the whole text if it is shorter than that."""
+    """Return `count` evenly spaced pieces of `size` characters, joined; the whole text if it is shorter."""
     if len(text) <= size * count:
         return text
     starts = [index * len(text) // count for index in range(count)]
@@ -112,13 +116,13 @@ def _excerpts(text: str, size: int, count: int) -> str:
 
 
 def within_context(config: Any, count: int, length: int) -> tuple[int, int]:
-    """Number and length of windows, cut to the model's context; the number of tokens stays. A T5 has no maximum."""
+    """Return number and length of windows that fit the model's context, for as many tokens. A T5 has no maximum."""
     shorter = min(length, getattr(config, "max_position_embeddings", None) or length)
     return count * length // shorter, shorter
 
 
 def load_tokenizer(source: Source) -> Any:
-    """The source's tokenizer, loaded without remote code."""
+    """Return the source's tokenizer, loaded without remote code."""
     folder = source.files[0].parent
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -130,47 +134,48 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def parameters(source: Source) -> int:
-    """The number of parameters of a checkpoint."""
+    """Return the number of parameters of a checkpoint."""
     return sum(prod(entry.shape) for entry in source.store.entries.values())
 
 
 @dataclass(frozen=True)
 class Text:
-    """The input of calibration: a text, documents, a saved calibration, or the default text."""
+    """The input of calibration: a text file, documents, a saved calibration, or the default text."""
 
-    given: Path | None
+    path: Path | None
+    """Value of --calibration, also `datasets:NAME`; None for the default text."""
     is_sampled: bool = False
-    """Whether sequences sampled from the model are added to the default text."""
+    """True if sequences sampled from the model are added to the default text."""
     documents: str | None = None
     """The documents of JSON lines or of a dataset, as one text."""
     of_encoder: bool = False
-    """Whether an encoder reads it: its default text is prose alone."""
+    """True if the source has an encoder: the default text then has no documentation."""
 
     @classmethod
-    def of(cls, given: Path | None, source: Source) -> "Text":
-        """The given text; without one, the default text."""
-        if given is not None and has_documents(given):
-            return cls(given, documents=read_documents(given, load_tokenizer(source)))
+    def of(cls, path: Path | None, source: Source) -> "Text":
+        """Return the input for a --calibration value; without one, the default text."""
+        if path is not None and has_documents(path):
+            return cls(path, documents=read_documents(path, load_tokenizer(source)))
         of_encoder = FAMILIES[source.config["model_type"]].is_encoder
-        is_sampled = given is None and not of_encoder and parameters(source) <= MAX_SAMPLED_PARAMETERS
-        return cls(given, is_sampled, of_encoder=of_encoder)
+        is_sampled = path is None and not of_encoder and parameters(source) <= MAX_SAMPLED_PARAMETERS
+        return cls(path, is_sampled, of_encoder=of_encoder)
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is a saved calibration."""
-        return self.given is not None and self.given.suffix == CALIBRATION_SUFFIX
+        """True if the input is a saved calibration."""
+        return self.path is not None and self.path.suffix == CALIBRATION_SUFFIX
 
     def described(self) -> dict[str, str | bool]:
-        """Name and digest, for the record."""
-        if self.given is None:
+        """Return name and digest of the input, for conversion.json."""
+        if self.path is None:
             name = DEFAULT_NAME + (", and sequences sampled from the model" if self.is_sampled else "")
             return {**self.of_windows(), "text": name, "default": True}
         if self.documents is not None:
             return dict(self.of_windows())
         try:
-            return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
+            return {"saved" if self.is_saved else "text": self.path.name, "sha256": file_digest(self.path)}
         except OSError as error:
-            raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
+            raise ConversionError(f"--calibration {self.path} cannot be read: {error.strerror}") from None
 
     def windows(
         self,
@@ -181,50 +186,54 @@ class Text:
         closed: bool = False,
         documentation: float = DOCUMENTATION,
     ) -> torch.Tensor:
-        """Windows of tokens (count, length) of the given text, or else of the default text.
+        """Return windows of tokens (count, length) of the given text, or else of the default text.
 
-        `documentation` is the part of a decoder's default windows that are documentation.
+        `documentation` is the fraction of a decoder's default windows that are documentation.
         """
         texts = self._texts()
-        last = int(documentation * count) if len(texts) > 1 else 0
-        parts = [(text, share) for text, share in zip(texts, (count - last, last), strict=False) if share]
+        documentation_count = int(documentation * count) if len(texts) > 1 else 0
+        parts = [
+            (text, share)
+            for text, share in zip(texts, (count - documentation_count, documentation_count), strict=False)
+            if share
+        ]
         tokenizer = load_tokenizer(source)
         return torch.cat([windows(tokenizer, text, length, share, vocabulary, closed) for text, share in parts])
 
     def of_windows(self) -> dict[str, str]:
-        """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
-        name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
-        if self.given is not None and is_dataset(self.given):
-            name = str(self.given)
+        """Return name and digest of the text that `windows` reads: for a saved calibration, the default text."""
+        name = DEFAULT_NAME if self.path is None or self.is_saved else self.path.name
+        if self.path is not None and is_dataset(self.path):
+            name = str(self.path)
         return {"text": name, "sha256": sha256("".join(self._texts()).encode()).hexdigest()}
 
     def _texts(self) -> list[str]:
         if self.documents is not None:
             return [self.documents]
-        if self.given is not None and not self.is_saved:
-            return [read_text(self.given, ConversionError)]
+        if self.path is not None and not self.is_saved:
+            return [read_text(self.path, ConversionError)]
         prose = default_text()
         prose = prose[: int(len(prose) * HELD_OUT)]
         return [prose] if self.of_encoder else [prose, default_documentation()]
 
     def tokens(self, source: Source, model: StreamedModel, folder: Path, progress: Progress) -> torch.Tensor:
-        """Windows of tokens (B, T) to calibrate on: those that an earlier run left in the folder, or new ones."""
+        """Return windows of tokens (B, T) to calibrate on; reuses those that an earlier run saved in the folder."""
         cached = folder / "tokens.safetensors"
         if not cached.exists():
             partial_file = cached.with_name(f"{cached.name}.partial")
             tokens = self.to_calibrate_on(source, model, progress).contiguous()
-            partial_file.write_bytes(save({"tokens": tokens}))  # which names the file if the disk is full
+            partial_file.write_bytes(save({"tokens": tokens}))  # its errors name the file if the disk is full
             partial_file.replace(cached)
         return load_file(cached)["tokens"]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
-        """Windows of the given text, or else of the default text and of sequences sampled from the model.
+        """Return windows of the given text, or else of the default text and of sequences sampled from the model.
 
         The default text is coherent; sampled sequences are less so, but resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
         is_encoder = not decodes(model.config)
-        count, length = WINDOWS if self.given is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
+        count, length = WINDOWS if self.path is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
         if is_encoder:
             count, length = SENTENCES, SENTENCE_LENGTH
         elif family_of(model.config).is_encoder:
@@ -245,10 +254,10 @@ class Text:
 def sampled_text(
     model: StreamedModel, shape: tuple[int, int], start: list[int], known: int, advance: Advance, resident: bool = True
 ) -> torch.Tensor:
-    """Token ids of sequences (B, T) that are sampled from the model.
+    """Return token ids (B, T) of sequences that are sampled from the model.
 
-    Each begins with the tokens `start` and a random one of `known` tokens. `resident` loads the whole model into
-    memory, which is faster and gives the same tokens.
+    Each sequence begins with the tokens `start` and a random token below `known`, the number of tokens that the
+    tokenizer has. `resident` loads the whole model into memory, which is faster and gives the same tokens.
     """
     count, length = shape
     generator = torch.Generator().manual_seed(SEED)
@@ -256,10 +265,10 @@ def sampled_text(
     tokens = torch.cat([torch.tensor(start, dtype=torch.long).expand(count, -1), first], dim=1)
     cache = DynamicCache(config=model.config)
     cached = 0
-    with model.whole(resident) as whole:
+    with model.whole(resident) as module:
         while tokens.shape[1] < length:
-            given = tokens[:, cached:].to(model.device)
-            logits = whole(given, **{CACHE: cache}, use_cache=True).logits[:, -1, :known].cpu()
+            new_tokens = tokens[:, cached:].to(model.device)
+            logits = module(new_tokens, **{CACHE: cache}, use_cache=True).logits[:, -1, :known].cpu()
             cached = tokens.shape[1]
             tokens = torch.cat([tokens, _sample(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(cached + 1, length)
@@ -267,6 +276,6 @@ def sampled_text(
 
 
 def _sample(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One token for each row of logits (B, known), by inverse transform of numbers in [0, 1) (B, 1)."""
+    """Return a token (B, 1) for each row of logits (B, known), by inverse transform sampling of `uniform` (B, 1)."""
     cumulative = logits.float().softmax(-1).cumsum(-1)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)

@@ -1,1 +1,1 @@
-"""New attention tensors: fewer key and value heads, and reordered heads."""
+"""Computation of new attention tensors: fewer KV heads, fitted routers, and reordered or doubled heads."""

@@ -1,9 +1,10 @@
-"""Heads as scalar combinations of fewer components, each followed by a linear map of its own.
+"""Factorisation of the key or value heads of a layer into fewer components, scalars, and a linear map per head.
 
-Head `i` is approximated by `M_i sum_j C_ij T_j x`, where `x` are the concatenated heads of a token: `T_j x` is
-component `j`, `C` are the scalars, and the weights that read the head (`q_proj`, `o_proj`) absorb the map `M_i`. So
-maps cost nothing, and heads that are similar up to a map share a component. The objective is the error that
-`HeadStatistics` describes, plus the rounding error of 16-bit weights, which avoids nearly singular maps.
+Head `i` is approximated by `M_i sum_j C_ij T_j x`, where `x` (n) are the concatenated heads of a token: `T_j x` is
+component `j`, `C` are the scalars, and the projection that reads the head (`q_proj`, `o_proj`) absorbs the map `M_i`.
+So maps cost nothing at inference, and heads that are similar up to a linear map share a component. The objective is
+the error that `HeadStatistics` describes, plus the rounding error of 16-bit weights, which penalises nearly singular
+maps. Shapes: `h` heads, `h'` components, `d` features per head.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +14,19 @@ from functools import cached_property
 import torch
 
 ROUNDING = 4 * (2**-9) ** 2 / 3
-"""The squared relative error of a bfloat16 number, once each for component, scalar, map and cache."""
+"""Squared relative rounding error of bfloat16, for four roundings: component, scalar, map and cache."""
 RIDGE = 1e-7
-"""Relative to a Gram matrix's mean diagonal, for directions that calibration did not cover."""
+"""Ridge relative to the mean diagonal of a metric or Gram matrix, for directions that calibration did not cover."""
 HISTORY = 20
+"""History size of L-BFGS."""
 
 Maps = Callable[[torch.Tensor], torch.Tensor]
+"""Function from parameters to maps (h, d, d)."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Components, scalars and maps."""
+    """Factors of the approximated heads: components, scalars and maps."""
 
     components: torch.Tensor
     """`T`: (h', d, n)."""
@@ -34,34 +37,37 @@ class Frame:
 
     @classmethod
     def joined(cls, frames: Sequence["Frame"]) -> "Frame":
-        """One frame for all heads, from the frame of each group, which covers the features of its own heads."""
-        own = [frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames]
-        others = [
-            frame.components[..., rows.shape[1] :].flatten(0, 1) for frame, rows in zip(frames, own, strict=True)
+        """Return one frame for all heads from the frames of groups, each on the features of the group's own heads."""
+        head_features = [
+            frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames
         ]
-        components = torch.cat([torch.block_diag(*own), torch.cat(others)], dim=1)
+        other_features = [
+            frame.components[..., rows.shape[1] :].flatten(0, 1)
+            for frame, rows in zip(frames, head_features, strict=True)
+        ]
+        components = torch.cat([torch.block_diag(*head_features), torch.cat(other_features)], dim=1)
         scalars = torch.block_diag(*(frame.scalars for frame in frames))
         maps = torch.cat([frame.maps for frame in frames])
         return cls(components.unflatten(0, (-1, maps.shape[1])), scalars, maps)
 
     def combined(self) -> torch.Tensor:
-        """`sum_j C_ij T_j`: (h, d, n)."""
+        """Return the heads before their maps, `sum_j C_ij T_j`: (h, d, n)."""
         return torch.einsum("ij,jdn->idn", self.scalars, self.components)
 
     def heads(self) -> torch.Tensor:
-        """The approximated heads: (h, d, n)."""
+        """Return the approximated heads, `M_i sum_j C_ij T_j`: (h, d, n)."""
         return self.maps @ self.combined()
 
     def out_of_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Frame":
-        """The frame for heads `x_i`, from the frame for heads `root_i x_i`."""
+        """Return the frame for heads `x_i`, if this is a frame for the transformed heads `root_i x_i`."""
         components = self.components @ _block_diagonal(root, self.components.shape[-1])
         return Frame(components, self.scalars, inverse @ self.maps)
 
     def with_even_maps(self) -> "Frame":
-        """The same heads, by maps with a mean square of one.
+        """Return a frame with the same heads, whose maps have the identity as the mean of `M_i^T M_i`.
 
-        Weights then have about the size they have in the source. Adam, whose steps have one size, would destroy
-        smaller ones.
+        The weights then have about the same scale as in the source. The size of Adam's steps does not depend on a
+        weight's scale, so that they would destroy smaller weights.
         """
         root, inverse = roots((self.maps.mT @ self.maps).mean(0))
         return Frame(root @ self.components, self.scalars, self.maps @ inverse)
@@ -69,18 +75,18 @@ class Frame:
 
 @dataclass(frozen=True)
 class Errors:
-    """The error of each head as a sum over parts of `tr(metric D gram D^T)`."""
+    """Quadratic error of each head: the sum over parts of `tr(metric D gram D^T)`, for an error matrix D (d, n)."""
 
     metric: torch.Tensor
-    """(h, parts, d, d)."""
+    """Sensitivity of the layer's output to errors in a head: (h, parts, d, d)."""
     gram: torch.Tensor
-    """(h, parts, n, n)."""
+    """Gram matrices of the concatenated heads: (h, parts, n, n)."""
     scale: float = 1.0
-    """Factor from these errors to those of the recorded sums."""
+    """Ratio of the error in the recorded sums to this normalised error."""
 
     @classmethod
     def of(cls, metric: torch.Tensor, gram: torch.Tensor, weight: torch.Tensor) -> "Errors":
-        """From sums over windows."""
+        """Return the normalised errors of the sums that `HeadStatistics` records."""
         share = weight.double().clamp_min(torch.finfo(torch.float64).tiny)[..., None, None]
         size = (_mean_diagonal(metric.double()) * _mean_diagonal(gram.double() / share)).mean()
         size = size.clamp_min(torch.finfo(torch.float64).tiny)
@@ -88,41 +94,41 @@ class Errors:
         return cls(metric, gram, float(size))
 
     def part(self, heads: Sequence[int]) -> "Errors":
-        """The errors of some heads, as functions of their own features (and of the number 1)."""
+        """Return the errors of some heads as functions of only their own features (and of the constant of a bias)."""
         (count, _, size, _), features = self.metric.shape, torch.arange(self.gram.shape[-1])
-        own = torch.cat([*(features[head * size : (head + 1) * size] for head in heads), features[count * size :]])
-        gram = self.gram[list(heads)][..., own, :][..., own]
+        columns = torch.cat([*(features[head * size : (head + 1) * size] for head in heads), features[count * size :]])
+        gram = self.gram[list(heads)][..., columns, :][..., columns]
         return Errors(self.metric[list(heads)], gram, self.scale)
 
     def in_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Errors":
-        """The errors of heads `root_i x_i` instead of `x_i`."""
-        whole = _block_diagonal(root, self.gram.shape[-1])
+        """Return the errors as functions of transformed heads `root_i x_i` instead of `x_i`."""
+        full_root = _block_diagonal(root, self.gram.shape[-1])
         inverse = inverse.unsqueeze(1)
-        return Errors(inverse.mT @ self.metric @ inverse, whole @ self.gram @ whole.mT, self.scale)
+        return Errors(inverse.mT @ self.metric @ inverse, full_root @ self.gram @ full_root.mT, self.scale)
 
     @cached_property
     def pooled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One metric per head (h, d, d), and one Gram matrix (n, n) with a mean diagonal of 1."""
-        of_gram = _mean_diagonal(self.gram)
-        metric = (self.metric * (of_gram / of_gram.sum(1, keepdim=True))).sum(1)
+        """Metric per head (h, d, d), averaged over parts; one Gram matrix (n, n) with a mean diagonal of 1."""
+        gram_scale = _mean_diagonal(self.gram)
+        metric = (self.metric * (gram_scale / gram_scale.sum(1, keepdim=True))).sum(1)
         gram = (self.gram * _mean_diagonal(self.metric)).sum((0, 1))
         return metric, gram / _mean_diagonal(gram)
 
     def of_heads(self, heads: torch.Tensor) -> torch.Tensor:
-        """The total error of heads (h, d, n)."""
+        """Return the total error of approximated heads (h, d, n)."""
         count, size, features = heads.shape
         difference = heads - torch.eye(count * size, features).to(heads).unflatten(0, (count, size))
         fixed = difference.detach()
         half_slope = (self.metric @ fixed.unsqueeze(1) @ self.gram).sum(1)
-        # The value is <half_slope, difference>, written so that autograd does not repeat the matrix products.
+        # Value <half_slope, difference>, gradient 2 half_slope: autograd need not differentiate the matrix products.
         return (half_slope * (2 * difference - fixed)).sum()
 
     def total(self, frame: Frame) -> torch.Tensor:
-        """The objective."""
+        """Return the objective: the error of a frame's heads plus its rounding error."""
         return self.of_heads(frame.heads()) + self.of_rounding(frame)
 
     def of_rounding(self, frame: Frame) -> torch.Tensor:
-        """The approximate error due to independent relative errors of the frame's numbers."""
+        """Return the approximate expected error from independent relative rounding errors in a frame's factors."""
         metric, gram = (self.metric * _mean_diagonal(self.gram)).sum(1), self.pooled[1]
         read = ((metric @ frame.maps) * frame.maps).sum(-2)  # (h, d)
         components, combined = (((x @ gram) * x).sum(-1) for x in (frame.components, frame.combined()))
@@ -130,38 +136,38 @@ class Errors:
 
 
 def _block_diagonal(blocks: torch.Tensor, features: int) -> torch.Tensor:
-    """One block for each head, and ones for the remaining features."""
+    """Return the block-diagonal matrix (features, features) of blocks (h, d, d), and ones for other features."""
     rest = torch.eye(features - len(blocks) * blocks.shape[-1]).to(blocks)
     return torch.block_diag(*blocks, rest)
 
 
 def _mean_diagonal(matrices: torch.Tensor) -> torch.Tensor:
-    """(..., n, n) -> (..., 1, 1)."""
+    """Return the mean of the diagonal: (..., n, n) -> (..., 1, 1)."""
     return matrices.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
 
 
 def _ridged(matrices: torch.Tensor) -> torch.Tensor:
-    """Add a small multiple of the identity; zero matrices become the identity."""
+    """Return matrices (h, parts, n, n) plus a small multiple of the identity; zero matrices become the identity."""
     size = _mean_diagonal(matrices).amax(1, keepdim=True)
     ridge = (RIDGE * size).where(size > 0, torch.ones_like(size))
     return matrices + torch.eye(matrices.shape[-1]).to(matrices) * ridge
 
 
 def roots(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The symmetric square root of a positive matrix, and its inverse."""
+    """Return the symmetric square root of a positive semidefinite matrix, and the inverse of that root."""
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp_min(values[..., -1:] * 1e-12).sqrt().unsqueeze(-2)
     return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
 
 
 def simplex(heads: int) -> torch.Tensor:
-    """Scalars (h, h - 1) with columns that are orthogonal to each other and to the ones."""
+    """Return scalars (h, h - 1) whose columns are orthogonal to each other and to the vector of ones."""
     start = torch.cat([torch.ones(heads, 1), torch.eye(heads)[:, :-1]], dim=1).double()
     return torch.linalg.qr(start).Q[:, 1:] * (heads / (heads - 1)) ** 0.5
 
 
 def refine(frame: Frame, errors: Errors, family: Maps, parameters: torch.Tensor | None, steps: int) -> Frame:
-    """Minimise the error with L-BFGS, starting at a frame. Maps are `family(parameters)`, or constant without them."""
+    """Return the frame after minimising the objective by L-BFGS; maps are `family(parameters)`, else constant."""
     if not steps:
         return frame
     _, gram = errors.pooled

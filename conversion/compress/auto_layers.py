@@ -1,4 +1,4 @@
-"""`--layers auto`, `--cache` and `--active`: the heads of each layer, chosen within budgets by measured loss."""
+"""`--layers auto`, `--cache` and `--active`: choice of the number of heads per layer, by measured loss."""
 
 import json
 from dataclasses import dataclass, replace
@@ -35,32 +35,33 @@ from .convert_layers import component_counts
 from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 16
+"""Length in tokens and number of the windows on which losses are measured."""
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),
 }
-"""Options of the mechanisms that are chosen."""
+"""Mechanism -> options that the budget search sets, and a request must not."""
 
 
 @dataclass(frozen=True)
 class AutoLayers:
-    """Chooses component heads (`explicit`) and active heads (`mixture`) on a text."""
+    """Budget search for component heads (`explicit`) and active heads (`mixture`), by losses on a text."""
 
     cache: float | None
-    """The KV cache, as a part of the source's; None if component heads are not chosen."""
+    """Budget for the KV cache as a fraction of the source's; None if component heads are not chosen."""
     active: float | None
-    """The active heads, as a part of all heads; None if they are not chosen."""
+    """Budget for active heads as a fraction of all heads; None if they are not chosen."""
     source: Source
     stock: Any
-    """The source's configuration."""
+    """The source's config."""
     target: Any
-    """The target's configuration, with all heads."""
+    """The target's config before the choice, with all heads."""
     request: MixerRequest
     text: Text
     device: str
 
     def check(self) -> None:
-        """`ConversionError` for a budget that is too small for this model, before anything is measured."""
+        """Raise `ConversionError` if a budget is too small for this model, before anything is measured."""
         layouts, trials = self.target.layouts(), list[Trial]()
         if self.cache is not None:
             unchanged = component_counts(self.target, self.request)
@@ -76,7 +77,10 @@ class AutoLayers:
     def resolve(
         self, calibration: Calibration | None, folder: Path, progress: Progress
     ) -> tuple[MixerRequest, dict[str, Any]]:
-        """The request with heads and layers, and the measured losses (which an earlier run left in the folder)."""
+        """Return the request with the chosen heads and layers, and the choices with the measured losses.
+
+        Losses that an earlier run saved in `folder` are reused.
+        """
         cached = folder / "chosen.json"
         if not cached.exists():
             write_json(cached, self._measure(calibration, folder, progress))
@@ -85,7 +89,7 @@ class AutoLayers:
         if self.cache is not None:
             counts = {side: chosen[side] for side in ("key_heads", "value_heads")}
             heads = self.stock.num_key_value_heads
-            fewer = [layer for layer in layers if min(of_side[layer] for of_side in counts.values()) < heads]
+            fewer = [layer for layer in layers if min(side_counts[layer] for side_counts in counts.values()) < heads]
             mixers["explicit"] = mixers["explicit"] | counts | {"layers": fewer}
         if self.active is not None:
             active = chosen["active_heads"]
@@ -94,6 +98,7 @@ class AutoLayers:
         return replace(self.request, mixers=mixers), chosen
 
     def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
+        """Measure the losses of all trials and return the choices with these losses."""
         count, length = within_context(self.stock, TRIALS, TRIAL_LENGTH)
         tokens = self.text.windows(
             self.source, length, count, self.stock.vocab_size, documentation=TRIAL_DOCUMENTATION
@@ -110,6 +115,7 @@ class AutoLayers:
         return self.text.of_windows() | {"losses": by_layer(losses)} | self._choices(losses, layouts)
 
     def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:
+        """Return the chosen numbers of heads, the parts of the budgets that they use, and the expected divergence."""
         chosen: dict[str, Any] = {}
         expected = 0.0
         if self.cache is not None:
@@ -119,14 +125,14 @@ class AutoLayers:
             expected += choice.loss
         if self.active is not None:
             active, loss = choose_active(losses, layouts, self.active)
-            part = sum(active) / (len(active) * layouts[0].query_heads)
-            chosen |= {"active_heads": active, "active": round(part, 6)}
+            fraction = sum(active) / (len(active) * layouts[0].query_heads)
+            chosen |= {"active_heads": active, "active": round(fraction, 6)}
             expected += loss
         return chosen | {"expected_divergence": round(expected, 6)}
 
 
 def check_auto(request: MixerRequest, cache: float | None, active: float | None) -> None:
-    """`ConversionError` without the mechanism, or if the request sets an option that is to be chosen."""
+    """Raise `ConversionError` if a budget's mechanism is missing, or an option that is to be chosen is set."""
     for name, budget, option in (("explicit", cache, "--layers auto"), ("mixture", active, "--active")):
         mixer = request.mixers.get(name)
         if budget is None:

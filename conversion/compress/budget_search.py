@@ -1,9 +1,9 @@
-"""Chooses component heads or active heads for each layer, within a budget, by measured loss.
+"""Budget search: chooses the number of component heads or active heads per layer, by measured loss.
 
-Every layer, side (keys, values, or the active heads of a mixture) and count is tried alone, as in figure 8 of the MEA
-paper, and all in one pass over the model: the hidden states of each trial branch off at its layer. The loss of a trial
-is the KL divergence from the source's predictions, which needs much less text than the loss on the text's tokens.
-Losses are assumed to add up over layers.
+A trial reduces the heads of one side (keys, values, or the active heads of a mixture) of one layer, as in figure 8 of
+the MEA paper. All trials run in one pass over the model: the hidden states of a trial branch off at its layer. The
+loss of a trial is the KL divergence from the source's predictions, which needs much less text than the cross entropy.
+Losses are assumed to add up over layers, so that the choice is a knapsack problem.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,57 +31,58 @@ from .layer_rewrites import read_attention, substituted
 from .virtual_heads import PROJECTIONS, ComponentHeads
 
 STRIDE = 2
-"""Every second position is evaluated: logits are expensive, and neighbouring positions are similar."""
+"""Losses are measured at every second position: logits are expensive, and neighbouring positions are similar."""
 TRIAL_DOCUMENTATION = 0.5
-"""Without a text: the part of the windows that are documentation. More of it than in calibration chooses better."""
+"""Fraction of documentation in the default windows of trials; more than in calibration gives better choices."""
 CALL_TOKENS = 1024
-"""Tokens of one call of a layer: a GPU needs more than one short window to be busy."""
+"""Number of tokens per call of a layer: one short window would not keep a GPU busy."""
 FIT_TOKENS = 8 * 1024
-"""Tokens of the calibration text to which the routers of trials are fitted."""
+"""Number of tokens of the calibration text on which the routers of trials are fitted."""
 ACTIVE = "active"
-"""The side of a trial with fewer active heads; the others are those of `PROJECTIONS`."""
+"""Side of a trial with fewer active heads; the other sides are the keys of `PROJECTIONS`."""
 Trial = tuple[int, str, int]
-"""Layer, side, heads."""
+"""(Layer, side, number of heads)."""
 LayerTrial = tuple[str, int, AbstractContextManager[None]]
-"""Side, heads, and a context in which the layer's module has them."""
+"""(Side, number of heads, context in which the layer's module has this number of heads)."""
 KeyValueCounts = tuple[int, int]
-"""Component heads of a layer's keys and of its values."""
+"""(Component heads of keys, component heads of values) in a layer."""
 Losses = dict[Trial, float]
+"""Trial -> mean loss over windows."""
 LossFunction = Callable[[int, torch.Tensor, torch.Tensor], float]
-"""The loss of a trial on one window: index, the source's logits (T / STRIDE, vocabulary), and the trial's."""
+"""Function (window index, source logits, trial logits) -> loss of a trial; logits are (T / STRIDE, vocabulary)."""
 
 
 def counts_to_try(heads: int, groups: int = 1) -> list[int]:
-    """All smaller counts for up to 4 heads, else quarters; those that can be divided into groups."""
+    """Return the component counts to try: all smaller ones for up to 4 heads, else quarters; multiples of `groups`."""
     counts = range(1, heads) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
     return [count for count in counts if count % groups == 0]
 
 
 def active_to_try(heads: int) -> list[int]:
-    """All smaller counts for up to 4 heads, else sixths."""
+    """Return the numbers of active heads to try: all smaller ones for up to 4 heads, else sixths."""
     return list(range(1, heads)) if heads <= 4 else sorted({round(heads * part / 6) for part in range(1, 6)})
 
 
 def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
-    """The KL divergence from the source's predictions."""
+    """Return the KL divergence of a trial's predictions from the source's (`expected`), the mean over positions."""
     before, after = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
     return float(functional.kl_div(after, before, reduction="batchmean", log_target=True))
 
 
 @dataclass(frozen=True)
 class ComponentTrials:
-    """Fewer component heads of one side; the other side has those of `unchanged`."""
+    """Trials with fewer component heads for keys or values; the other side has its counts in `unchanged`."""
 
     store: TensorStore
     config: Any
     layouts: list[HeadLayout]
     unchanged: list[Counts]
-    """The counts of each layer."""
+    """Component counts of each layer before the trials."""
     calibration: Calibration | None
     method: str
 
     def of_layer(self, layer: int, module: Any) -> Iterator[LayerTrial]:
-        """Every side and count that is tried."""
+        """Yield a trial for every side and component count of a layer."""
         layout, unchanged, statistics = self.layouts[layer], self.unchanged[layer], None
         tensors = read_attention(self.store, attention_names(self.config, layer))
         if self.calibration is not None:
@@ -95,14 +96,14 @@ class ComponentTrials:
 
 
 class ActiveTrials:
-    """Fewer active heads, by routers that are fitted on the source's outputs for some windows of tokens (B, T)."""
+    """Trials with fewer active heads; routers are fitted on the source's outputs for windows of tokens (B, T)."""
 
     def __init__(self, model: StreamedModel, tokens: torch.Tensor) -> None:
         self.model = model
         self.hidden = model.embed(tokens[:: -(-tokens.numel() // FIT_TOKENS)])
 
     def of_layer(self, layer: int, module: Any) -> Iterator[LayerTrial]:
-        """Every number of active heads that is tried."""
+        """Yield a trial for every number of active heads of a layer."""
         attention, outputs = self.model.attention(module), HeadOutputs(self.hidden)
         with outputs.recording(attention):
             self.model.step(module, self.hidden)
@@ -123,61 +124,62 @@ def measure_losses(
     advance: Advance,
     loss: LossFunction = divergence,
 ) -> Losses:
-    """The loss of each trial, the mean over windows of tokens (B, T)."""
+    """Return the loss of each trial, averaged over windows of tokens (B, T)."""
     hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
-    tried: dict[Trial, torch.Tensor] = {}
+    trial_states: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
-        for states in tried.values():
+        for states in trial_states.values():
             model.step(module, states, batch_size)
         for side, count, context in chain.from_iterable(kind.of_layer(layer, module) for kind in trials):
-            states = tried[layer, side, count] = hidden.clone()
+            states = trial_states[layer, side, count] = hidden.clone()
             with context:
                 model.step(module, states, batch_size)
         model.step(module, hidden, batch_size)
         advance(layer + 1, model.config.num_hidden_layers)
-    losses = dict.fromkeys(tried, 0.0)
+    losses = dict.fromkeys(trial_states, 0.0)
     with model.head() as head:
         for window in range(len(tokens)):  # the logits of all windows together would be gigabytes
             expected = head(hidden[window, ::STRIDE])
-            for trial, states in tried.items():
+            for trial, states in trial_states.items():
                 losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
     return losses
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Component heads for a budget."""
+    """Component heads chosen for a budget."""
 
     pairs: list[KeyValueCounts]
-    """For each layer."""
+    """Component heads of keys and values, per layer."""
     cache: float
-    """The KV cache, as a part of the source's."""
+    """Size of the KV cache as a fraction of the source's."""
     loss: float
-    """The expected loss: the sum of the trials' losses."""
+    """Expected loss: the sum of the losses of the chosen trials."""
 
 
 def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torch.dtype | None = None) -> Choice:
-    """The component heads of each layer with the minimum total loss, for `budget`, a part of the source's cache.
+    """Return the component heads per layer with the minimum total loss; `budget` is a fraction of the source's cache.
 
-    `dtype` is the cache's. Normalised keys have a cached scale for each head, in half precision as two numbers.
+    `dtype` is the dtype of the cache. Combinations of normalised keys also cache a scale per head, which takes two
+    numbers in half precision.
     """
     size, numbers = layouts[0].head_dim, 2 if dtype in (torch.float16, torch.bfloat16) else 1
     side_data = numbers * layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
     unit = gcd(size, side_data)
-    whole = sum(2 * layout.key_value_heads * size for layout in layouts)
+    source_cache = sum(2 * layout.key_value_heads * size for layout in layouts)
     options = [_options(losses, layout, side_data) for layout in layouts]
-    priced = [[(price // unit, loss, pair) for price, loss, pair in of_layer] for of_layer in options]
-    price, loss, pairs = _cheapest(priced, budget, whole // unit, "--cache")
-    return Choice(list(pairs), price * unit / whole, loss)
+    priced = [[(price // unit, loss, pair) for price, loss, pair in layer_options] for layer_options in options]
+    price, loss, pairs = _cheapest(priced, budget, source_cache // unit, "--cache")
+    return Choice(list(pairs), price * unit / source_cache, loss)
 
 
 def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> tuple[list[int], float]:
-    """The active heads of each layer with the minimum total loss, at most `budget` of all heads; and that loss."""
+    """Return the active heads per layer with the minimum total loss, and this loss; `budget` is a fraction of all."""
     heads = layouts[0].query_heads
     options = [
         [
             (heads, 0.0, heads),
-            *((count, loss, count) for (at, side, count), loss in losses.items() if (at, side) == key),
+            *((count, loss, count) for (layer, side, count), loss in losses.items() if (layer, side) == key),
         ]
         for key in ((layout.layer_index, ACTIVE) for layout in layouts)
     ]
@@ -186,23 +188,24 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
 
 
 def _cheapest(
-    options: list[list[tuple[int, float, Any]]], budget: float, whole: int, name: str
+    options: list[list[tuple[int, float, Any]]], budget: float, full_price: int, name: str
 ) -> tuple[int, float, tuple[Any, ...]]:
-    """Price, loss and picks with the minimum total loss, one option of each layer, for at most a part of `whole`.
+    """Return total price, total loss and picks of the best options, one per layer; a knapsack problem.
 
-    A knapsack problem; an option is a price, a loss and a pick. `name` is the option that sets the budget.
+    An option is (price, loss, pick). The total price is at most `budget * full_price`, the total loss is minimal.
+    `name` is the command-line option that sets the budget, for the error message.
     """
-    least = sum(min(price for price, _, _ in of_layer) for of_layer in options)
-    limit = int(round(budget * whole, 6))  # without the rounding, 0.7 of 180 would be 125
-    if least > limit:
+    minimum = sum(min(price for price, _, _ in layer_options) for layer_options in options)
+    limit = int(round(budget * full_price, 6))  # without the rounding, 0.7 of 180 would be 125
+    if minimum > limit:
         raise ConversionError(
             f"{name} {budget * 100:.4g}% is too small: the fewest heads that can be chosen for this model need "
-            f"{ceil(1000 * least / whole) / 10:g}%"
+            f"{ceil(1000 * minimum / full_price) / 10:g}%"
         )
     best: dict[int, tuple[float, tuple[Any, ...]]] = {0: (0.0, ())}
-    for of_layer in options:
+    for layer_options in options:
         extended: dict[int, tuple[float, tuple[Any, ...]]] = {}
-        for (price, (loss, picks)), (added_price, added_loss, added) in product(best.items(), of_layer):
+        for (price, (loss, picks)), (added_price, added_loss, added) in product(best.items(), layer_options):
             total = price + added_price
             if total <= limit and loss + added_loss < extended.get(total, (inf,))[0]:
                 extended[total] = (loss + added_loss, (*picks, added))
@@ -212,21 +215,21 @@ def _cheapest(
 
 
 def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, KeyValueCounts]]:
-    """Cached numbers per token, loss, and counts, for each pair of counts that a layer may have."""
+    """Return (cached numbers per token, loss, component counts) for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
-    of_side = {
+    side_losses = {
         side: {heads: 0.0} | {trial[2]: loss for trial, loss in losses.items() if trial[:2] == (layer, side)}
         for side in PROJECTIONS
     }
     options = []
-    for (key, key_loss), (value, value_loss) in product(of_side["key"].items(), of_side["value"].items()):
+    for (key, key_loss), (value, value_loss) in product(side_losses["key"].items(), side_losses["value"].items()):
         extra = side_data if min(key, value) < heads else 0
         options.append(((key + value) * layout.head_dim + extra, key_loss + value_loss, (key, value)))
     return options
 
 
 def by_layer(losses: Losses) -> dict[str, Any]:
-    """Losses as nested objects: layer, side, count."""
+    """Return losses as nested dicts: layer -> side -> count -> rounded loss."""
     table: dict[str, Any] = {}
     for (layer, side, count), loss in losses.items():
         table.setdefault(str(layer), {}).setdefault(side, {})[str(count)] = round(loss, 6)

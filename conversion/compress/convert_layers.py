@@ -1,4 +1,4 @@
-"""Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
+"""Computes the attention tensors of a crosshead model from a stock checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,54 +25,54 @@ from .reorder_heads import most_used_first, reorder
 from .virtual_heads import ComponentHeads
 
 GROUP_TOLERANCE = 0.1
-"""How much the fitted error may rise, relative to that of one group, if a conversion chooses the number of groups."""
+"""Maximum relative increase of the fitted error over that of one group, when the number of groups is chosen."""
 ORDER_FREE = {"explicit", "knocking", "gating"}
-"""Mechanisms that a conversion can combine with any order of heads."""
+"""Mechanisms whose initial values are valid for any order of heads."""
 
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """The mechanisms of one layer of the target, and how the conversion makes them."""
+    """Mechanisms of one layer of the target, and the options of their conversion."""
 
     index: int
     mixers: dict[str, dict[str, Any]]
-    """The mechanisms and their options in the target."""
+    """Mechanism -> options in the target's config."""
     choices: Mapping[str, Mapping[str, Any]]
-    """The options of the conversion alone, by mechanism."""
+    """Mechanism -> options that only the conversion has."""
     layout: HeadLayout
     names: AttentionNames
     components: tuple[int, int]
-    """The component heads of its keys and of its values."""
+    """Component heads of keys and of values."""
 
     @property
     def method(self) -> str | None:
-        """The method of `explicit`; None without it."""
+        """Method of `explicit`; None without `explicit`."""
         return self.choices.get("explicit", {}).get("method")
 
     @property
     def has_fewer_components(self) -> bool:
-        """Whether its keys or values have fewer components than heads."""
+        """True if keys or values have fewer components than heads."""
         return "explicit" in self.mixers and min(self.components) < self.layout.key_value_heads
 
     def counts(self, groups: int | None = None) -> Counts:
-        """Its component heads; `aligned` assigns heads to groups where nothing depends on their order."""
+        """Return the component counts; `aligned` reorders heads for groups if no mechanism depends on the order."""
         groups = groups or self.mixers.get("explicit", {}).get("groups", 1)
         reorders = self.method == "aligned" and groups > 1 and self.mixers.keys() <= ORDER_FREE
         return Counts(*self.components, groups, reorders)
 
     def component_heads(self) -> ComponentHeads:
-        """Its component heads with their method."""
+        """Return the component heads, with the method that fits them."""
         return ComponentHeads(self.layout, self.counts(), self.choices["explicit"]["method"])
 
     @property
     def shares_most_used(self) -> bool:
-        """Whether its most used heads are to come first, as the shared heads of its mixture."""
+        """True if the most used heads are moved to the front, as the shared heads of the mixture."""
         shared = self.mixers.get("mixture", {}).get("shared_heads", 0)
         return shared > 0 and self.choices.get("mixture", {}).get("shared") == "calibrated"
 
     @property
     def routing(self) -> Routing | None:
-        """The heads of a mixture whose router is fitted; None for other layers."""
+        """Shared and active heads of a mixture whose router is fitted; None for other layers."""
         mixture = self.mixers.get("mixture")
         if mixture is None or self.choices["mixture"]["method"] != "calibrated":
             return None
@@ -80,7 +80,7 @@ class LayerRequest:
         return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
 
     def changed_parts(self) -> list[str]:
-        """The stock tensors that are computed, by part; includes possible biases."""
+        """Return the parts of the stock tensors that are computed; lists biases even if the model has none."""
         parts = list[str]()
         if self.has_fewer_components:
             parts += self.component_heads().rewritten_names()
@@ -95,7 +95,7 @@ class LayerRequest:
         return parts
 
     def rewritten(self, store: TensorStore, statistics: Mapping[str, Tensors]) -> Tensors:
-        """Its attention tensors by part, for all mechanisms that change stock tensors; {} if none does."""
+        """Return the attention tensors by part, with all mechanisms that change stock tensors; {} if none does."""
         routing, is_bilinear = self.routing, "bilinear" in self.mixers
         if not (self.has_fewer_components or self.shares_most_used or routing or is_bilinear):
             return {}
@@ -115,20 +115,22 @@ class LayerRequest:
 
 
 def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
-    """The request for each attention layer of the target."""
+    """Return the request for each attention layer of the target."""
     places, layers = places_of(config), list[LayerRequest]()
     for layer in attention_layers(config):
-        of_part = request.parts.get(places[layer][0]) if places else request
+        part_request = request.parts.get(places[layer][0]) if places else request
         mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
         names, components = attention_names(config, layer), component_heads(config, layer)
-        layers.append(LayerRequest(layer, mixers, of_part.choices if of_part else {}, layout, names, components))
+        layers.append(
+            LayerRequest(layer, mixers, part_request.choices if part_request else {}, layout, names, components)
+        )
     return layers
 
 
 def convert_layers(
     store: TensorStore, config: Any, shapes: Shapes, request: MixerRequest, calibration: Calibration | None, seed: int
 ) -> LayerRewrites:
-    """The rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
+    """Return the rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
     requests = layer_requests(config, request)
     layers: dict[str, int] = {}
     for layer in requests:
@@ -149,9 +151,9 @@ def convert_layers(
 
 
 def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
-    """The kinds of statistics to record, of "statistics", "use" and "router".
+    """Return the kinds of statistics to record: any of "statistics", "use" and "router".
 
-    `chooses` is true if `--layers auto` is still to choose the component heads.
+    `chooses` is true if `--layers auto` chooses the component heads later.
     """
     layers = layer_requests(config, request)
     aligned = [layer for layer in layers if layer.method == "aligned"]
@@ -161,25 +163,25 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
 
 
 def routings(config: Any, request: MixerRequest) -> list[Routing | None]:
-    """The heads of each layer's mixture for which a router is fitted."""
+    """Return the shared and active heads of each layer whose router is fitted, and None for other layers."""
     return [layer.routing for layer in layer_requests(config, request)]
 
 
 def active_heads(config: Any) -> list[int]:
-    """The number of active heads of each layer's mixture; all heads without a mixture."""
+    """Return the number of active heads of each layer's mixture; all heads if there is no mixture."""
     layers = [config.mixers_of_layer(layer) for layer in attention_layers(config)]
     return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
 
 
 def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
-    """The component heads of each layer's keys and values."""
+    """Return the component counts of each layer."""
     return [layer.counts() for layer in layer_requests(config, request)]
 
 
 def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
-    """The component heads of each layer, for every number of groups that a conversion chooses from, the most first."""
+    """Return, per layer, the component counts for every number of groups to choose from, the largest number first."""
     layers = layer_requests(config, request)
-    tried: list[int | None] = [None]  # the configured number
+    group_counts: list[int | None] = [None]  # the configured number
     if (
         request.choices.get("explicit", {}).get("method") == "aligned"
         and "groups" not in request.mixers["explicit"]
@@ -187,24 +189,24 @@ def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
         and any(layer.has_fewer_components for layer in layers)
     ):
         common = gcd(layers[0].layout.key_value_heads, *(count for layer in layers for count in layer.components))
-        tried = [groups for groups in range(common, 0, -1) if common % groups == 0]
-    return [[layer.counts(groups) for groups in tried] for layer in layers]
+        group_counts = [groups for groups in range(common, 0, -1) if common % groups == 0]
+    return [[layer.counts(groups) for groups in group_counts] for layer in layers]
 
 
 def choose_groups(
     candidates: list[list[Counts]], config: Any, request: MixerRequest, calibration: Calibration
 ) -> tuple[MixerRequest, dict[str, Any]]:
-    """The request with the most groups whose fitted error is within the tolerance; and the groups and the errors."""
+    """Return the request with the most groups whose fitted error is within the tolerance, and the record of it."""
     ratios: dict[int, list[float]] = {}
     for layer in layer_requests(config, request):
         if not layer.has_fewer_components:
             continue
         statistics = HeadStatistics(layer.layout, calibration.layer(layer.index)["statistics"])
-        tried = [ComponentHeads(layer.layout, counts) for counts in candidates[layer.index]]
-        errors = {heads.counts.groups: heads.fitted_error(statistics) for heads in tried}
+        alternatives = [ComponentHeads(layer.layout, counts) for counts in candidates[layer.index]]
+        errors = {heads.counts.groups: heads.fitted_error(statistics) for heads in alternatives}
         for groups, error in errors.items():
             ratios.setdefault(groups, []).append(error / errors[1])
-    means = {groups: fmean(of_layers) for groups, of_layers in ratios.items()}
+    means = {groups: fmean(layer_ratios) for groups, layer_ratios in ratios.items()}
     groups = max(groups for groups, mean in means.items() if mean <= 1 + GROUP_TOLERANCE)
     explicit = request.mixers["explicit"] | {"groups": groups}
     chosen = {"groups": groups, "fitted_errors": {str(count): round(mean, 4) for count, mean in means.items()}}

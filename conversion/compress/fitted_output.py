@@ -1,9 +1,10 @@
 """Fits a layer's output projection to its compressed heads by least squares.
 
-A compressed head does not give the original head's output, but all heads together contain more information on it. The
-inputs are those of the converted model, whose layers before have changed. The target is the attention's original
-output, and what the hidden states before the layer lack of the source's. A ridge penalty on the change keeps the
-projection near the original one if there is little text.
+A compressed head does not reproduce the original head's output, but all heads together contain more information on it.
+The inputs are those of the converted model, whose earlier layers have changed. The target is the source's attention
+output plus the difference between the source's and the converted model's hidden states before the layer, so that the
+fit also corrects errors of earlier layers. A ridge penalty on the change keeps the projection near the original one if
+there is little text.
 """
 
 from collections.abc import Iterator
@@ -16,31 +17,35 @@ from ..calibration.head_statistics import fast_dtype, fast_products, full_produc
 from .layer_rewrites import Tensors, substituted
 
 FitData = tuple[torch.Tensor, torch.Tensor]
-"""Inputs (T, m) and targets (T, n) of a linear map, of one window."""
+"""Inputs (T, m) and targets (T, n) of a linear map, for one window."""
 RIDGE = 0.2
-"""Relative to a head feature's mean square."""
+"""Ridge penalty relative to the mean square of the head features."""
 MAX_TOKENS = 32 * 1024
+"""Maximum number of tokens for a fit."""
 
 
 class AttentionCalls:
-    """Inputs and target outputs for the fit of one layer's attention, from evenly spaced windows.
+    """Inputs and target outputs for the fit of one layer's attention, on evenly spaced windows.
 
-    Register it as a forward hook of the source's layer, which is called once a window. `source` and `converted` are
-    the hidden states (B, T, hidden) before the layer, and `norm` is the norm before its attention.
+    Register it as a forward hook of the source's attention, which is called once per window. `source` and `converted`
+    are the hidden states (B, T, hidden) before the layer in the source and in the converted model, and `norm` is the
+    norm before attention.
     """
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
         self._every, self._count = -(-source.shape[0] * source.shape[1] // MAX_TOKENS), 0
-        kept = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
-        self.inputs = [norm(window).to(fast_dtype()) for window, _ in kept]
-        self.outputs = [(given - window).to(fast_dtype()) for window, given in kept]
-        self.sizes = [given for _, given in kept]
-        """The mean square of each token's hidden state after the attention (1, T); at first the states before it."""
+        sampled = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
+        self.inputs = [norm(converted_states).to(fast_dtype()) for converted_states, _ in sampled]
+        self.outputs = [
+            (source_states - converted_states).to(fast_dtype()) for converted_states, source_states in sampled
+        ]
+        self.sizes = [source_states for _, source_states in sampled]
+        """Mean square of each token's hidden state after attention (1, T); before the hook runs, the states before."""
         self.arguments: dict[str, Any] = {}
-        """Positions and mask, the same for all calls."""
+        """Keyword arguments of attention beside hidden states (positions, mask); the same for all calls."""
 
     def __call__(self, attention: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        """Add the source's output to the targets, or skip the window."""
+        """Forward hook: add the source's attention output to the targets, unless the window is skipped."""
         index, rest = divmod(self._count, self._every)
         self._count += 1
         if rest == 0:
@@ -52,7 +57,7 @@ class AttentionCalls:
 
 @torch.no_grad()
 def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) -> torch.Tensor:
-    """The change of `o_proj.weight` (hidden, heads d), given stock tensors equivalent to the compressed ones."""
+    """Return the fitted change of `o_proj.weight` (hidden, heads d); `compressed` are equivalent stock tensors."""
     heads: list[torch.Tensor] = []
     recorded = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
 
@@ -67,7 +72,7 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
 
 
 def ridge_map(pairs: Iterator[FitData], ridge: float) -> torch.Tensor:
-    """The linear map (n, m) from x (T, m) to y (T, n) by least squares; `ridge` is relative to x's mean square."""
+    """Return the linear map (n, m) from x (T, m) to y (T, n) by ridge regression; `ridge` is relative to x's power."""
     gram, product = torch.zeros(()), torch.zeros(())
     for x, y in pairs:
         gram, product = gram + (x.mT @ x).double(), product + (y.mT @ x).double()

@@ -22,28 +22,28 @@ from .fitted_output import MAX_TOKENS, RIDGE, FitData, ridge_map
 from .layer_rewrites import Tensors, substituted
 
 ROUTER_RIDGE = 0.01
-"""Relative to an input feature's mean square."""
+"""Ridge penalty relative to the mean square of the input features."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The heads of one layer's mixture: the first `shared` ones are always active."""
+    """Head counts of one layer's mixture: `active` heads per token, which include the first `shared` heads."""
 
     shared: int
     active: int
 
     def names(self) -> tuple[str, str]:
-        """The names of the fitted tensors in a calibration: the router's weight, the change of `o_proj.weight`."""
+        """Return the calibration names of the fitted tensors: the router's weight, the change of `o_proj.weight`."""
         return f"{self.shared}.{self.active}.scores", f"{self.shared}.{self.active}.output"
 
     def shapes(self, layout: HeadLayout) -> Shapes:
-        """The names and shapes of these tensors."""
+        """Return the calibration names and shapes of the fitted tensors."""
         scores = (layout.query_heads - self.shared, layout.hidden_size)
         size = layout.value_dim or layout.head_dim
         return dict(zip(self.names(), (scores, (layout.hidden_size, layout.query_heads * size)), strict=True))
 
     def mask(self, hidden: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """1 for active heads, else 0: (..., heads), given the attention's input (..., hidden)."""
+        """Return 1 for active heads and 0 for others (..., heads), from the input (..., hidden) and router weight."""
         logits = hidden.to(scores) @ scores.mT
         chosen = logits.topk(self.active - self.shared, dim=-1).indices
         routed = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
@@ -52,19 +52,19 @@ class Routing:
 
 @dataclass
 class HeadOutputs:
-    """Hooks that record the input and the heads' outputs of an attention layer, for evenly spaced windows."""
+    """Hooks that record the input and the head outputs of an attention layer, for evenly spaced windows."""
 
     windows: torch.Tensor
-    """(B, T, hidden): each is one call."""
+    """Hidden states (B, T, hidden) before the layer; each window is one call."""
     inputs: list[torch.Tensor] = field(default_factory=list)
-    """(T, hidden)."""
+    """Inputs of attention (T, hidden), per recorded window."""
     heads: list[torch.Tensor] = field(default_factory=list)
-    """(T, heads d)."""
+    """Head outputs (T, heads d), per recorded window."""
     _count: int = 0
 
     @contextmanager
     def recording(self, attention: Any) -> Iterator[None]:
-        """A context in which the layer is recorded."""
+        """Return a context in which calls of the attention layer are recorded."""
         with (
             attention.register_forward_pre_hook(self._record_input, with_kwargs=True),
             attention.o_proj.register_forward_pre_hook(self._record_heads),
@@ -87,14 +87,14 @@ class HeadOutputs:
 
 
 def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, size: int) -> Tensors:
-    """The router's weight and the change of the output projection, given the projection's weight; `size` is `d`."""
+    """Return the router's weight and the change of the output projection `weight`; `size` is the head size `d`."""
     scores = fit_scores(outputs, weight, routing.shared, size)
     return fit_output(outputs, weight, routing, scores, size)
 
 
 @torch.no_grad()
 def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: int) -> torch.Tensor:
-    """The router's weight (heads - shared, hidden), the same for any number of active heads."""
+    """Return the router's weight (heads - shared, hidden), which does not depend on the number of active heads."""
     by_head = weight.double().unflatten(1, (-1, size))
     metric = torch.einsum("nhd,nhe->hde", by_head, by_head)
 
@@ -115,7 +115,7 @@ def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: in
 def fit_output(
     outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, scores: torch.Tensor, size: int
 ) -> Tensors:
-    """The router's weight, and the change of the output projection for these active heads."""
+    """Return the router's weight, and the change of the output projection that is fitted to the active heads."""
 
     def missing_outputs() -> Iterator[FitData]:
         for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
@@ -129,7 +129,7 @@ def fit_output(
 
 @contextmanager
 def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iterator[None]:
-    """A context in which a stock attention layer has the outputs of the fitted mixture."""
+    """Return a context in which a stock attention layer has the outputs of the fitted mixture."""
     scores, change = (fitted[name] for name in routing.names())
     masks: list[torch.Tensor] = []
 

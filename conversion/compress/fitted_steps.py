@@ -1,8 +1,8 @@
-"""Fits a layer's compressed attention to the source's by a few steps of Adam, after the closed forms.
+"""Fits a layer's compressed attention to the source's attention by a few steps of Adam, after the other fits.
 
-The closed forms of `aligned_maps` and `fitted_output` minimise approximations of the error of the attention's output.
-Steps from there minimise the error itself, of all projections and scalars at once. An error counts relative to its
-token's hidden states, as the norm of the next block sees it.
+The fits of `aligned_maps` and `fitted_output` minimise approximations of the error of the attention's output. Adam
+then minimises the error itself over all projections and scalars jointly. A token's error is relative to the mean
+square of its hidden state, as the norm of the next block sees it.
 """
 
 from itertools import cycle, islice
@@ -20,23 +20,25 @@ from .layer_rewrites import Tensors, as_stock
 from .virtual_heads import ComponentHeads
 
 STEPS, BATCH = 40, 2
-"""A step takes the mean error of so many windows."""
+"""Number of Adam steps, and number of windows per step."""
 RATE = 0.003
-"""The first step's size relative to a tensor's root mean square; it falls to zero."""
+"""Initial learning rate relative to a tensor's root mean square; it decays linearly to zero."""
 BETAS = (0.9, 0.95)
+"""Decay rates of Adam."""
 VALIDATION_STRIDE = 4
-"""Every fourth window is used to decide whether the steps reduced the error."""
+"""Every fourth window is used to decide whether Adam reduced the error."""
 MIN_ERROR = 1e-4
-"""A smaller error is about the rounding of `fast_products`, and a fit to it would be one to noise."""
+"""Below this relative error Adam is skipped: it is about the rounding error of `fast_products`, which is noise."""
 SEED = 0
+"""Seed of the order of windows."""
 
 
 def solve_layer(
     attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts, as_written: bool = False
 ) -> Tensors:
-    """Add the tensors that are fitted for these component heads to the statistics; returns equivalent stock tensors.
+    """Fit a layer for some component counts: add the tensors to the statistics and return equivalent stock tensors.
 
-    `as_written` keeps the output projection that will be written, to which a router can be fitted.
+    With `as_written`, the output projection is returned as it will be written, so that a router can be fitted to it.
     """
     heads = ComponentHeads(statistics.layout, counts)
     tensors = {name: tensor.cpu() for name, tensor in attention.state_dict().items()}
@@ -48,26 +50,26 @@ def solve_layer(
     fitted = fit_by_steps(attention, calls, rewritten, heads.fitted_parts(), counts.groups)
     statistics.sums |= {heads.fitted_name(part): tensor for part, tensor in fitted.items()}
     if not as_written and all(tensor.equal(rewritten[part]) for part, tensor in fitted.items()):
-        return heads.approximate(tensors, statistics)  # rounds as the source does
+        return heads.approximate(tensors, statistics)  # same rounding as in the source
     return as_stock(rewritten | fitted, counts.groups)
 
 
 def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts: list[str], groups: int) -> Tensors:
-    """Some `parts` of a stock layer's tensors with component heads after the steps, or before if the error rose."""
+    """Return the `parts` of a layer's tensors after Adam, or unchanged if the error did not fall."""
     device = attention.o_proj.weight.device
-    others = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
-    start = {name: others.pop(name) for name in parts if name in others}
+    fixed = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+    start = {name: fixed.pop(name) for name in parts if name in fixed}
     fitted = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
 
-    def error(of: Tensors, index: int) -> torch.Tensor:
+    def error(variable: Tensors, index: int) -> torch.Tensor:
         inputs, expected = calls.inputs[index].float(), calls.outputs[index].float()
         arguments = {"hidden_states": inputs, **calls.arguments}
         with fast_products():
-            output = functional_call(attention, as_stock(others | of, groups), (), arguments)[0]
+            output = functional_call(attention, as_stock(fixed | variable, groups), (), arguments)[0]
         return ((output.float() - expected).square().mean(-1) / calls.sizes[index]).mean()
 
-    def mean_error(of: Tensors) -> float:
-        return fmean(float(error(of, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
+    def mean_error(variable: Tensors) -> float:
+        return fmean(float(error(variable, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
 
     rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
     optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)
@@ -82,5 +84,5 @@ def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts:
             optimiser.step()
             schedule.step()
     fitted = {name: tensor.detach() for name, tensor in fitted.items()}
-    chosen = fitted if mean_error(fitted) < before else start  # start, too, if the error is NaN
+    chosen = fitted if mean_error(fitted) < before else start  # `start` also if the error is NaN
     return {name: tensor.cpu() for name, tensor in chosen.items()}

@@ -1,6 +1,6 @@
-"""The start of `bilinear` at the source: `P_h = W_q,h W_k,h^T` and `Q_h = W_v,h W_o,h` for every head.
+"""Initial `bilinear` weights that equal the source: `P_h = W_q,h W_k,h^T` and `Q_h = W_v,h W_o,h` for every head.
 
-These are the products of the projections of multi-head attention without biases, whose logits are not scaled.
+The source must be multi-head attention without biases, whose logits are not scaled (T5).
 
 Paper: "Talking-Heads Attention", section 6.
 """
@@ -13,7 +13,7 @@ from .layer_rewrites import Tensors
 
 
 def multiply_projections(tensors: Tensors, layout: HeadLayout) -> Tensors:
-    """The query and the output projection of `bilinear`, from those of all heads."""
+    """Return the tensors with the query and output projection of `bilinear`, the products of the head projections."""
     heads = layout.query_heads
     query, key, value = (tensors[f"{name}_proj.weight"].double().unflatten(0, (heads, -1)) for name in "qkv")
     output = tensors["o_proj.weight"].double().unflatten(1, (heads, -1))  # (hidden, h, d), others (h, d, hidden)

@@ -1,4 +1,4 @@
-"""Component heads of a layer, and the assignment of its KV heads to groups that share components."""
+"""Component counts of a layer, and the assignment of its KV heads to groups that share components."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,59 +8,60 @@ from itertools import combinations
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 EXHAUSTIVE = 8
-"""The number of heads up to which all assignments are compared."""
+"""Maximum number of heads for an exhaustive search of assignments."""
 
 Group = tuple[int, ...]
+"""Indices of the heads in a group, in ascending order."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Component heads of a layer's keys and of its values."""
+    """Numbers of component heads of a layer's keys and values."""
 
     key: int
     value: int
     groups: int = 1
     reorders: bool = False
-    """Whether heads are assigned to groups by their fitted error; otherwise a group has consecutive heads."""
+    """True if heads are assigned to groups by their fitted error; otherwise a group has consecutive heads."""
 
     @property
     def sides(self) -> dict[str, int]:
-        """The component heads by side."""
+        """Side ("key", "value") -> number of component heads."""
         return {"key": self.key, "value": self.value}
 
     @property
     def fewest(self) -> int:
-        """The component heads of the side that has fewer."""
+        """The smaller of the two sides' numbers of component heads."""
         return min(self.key, self.value)
 
     def label(self, text: str) -> str:
-        """Part of a name in the calibration: the text; with groups, their number, and whether heads are reordered."""
+        """Return a label for names in a calibration: `text` for one group, else counts, groups and reordering."""
         if self.groups == 1:
             return text
         return f"{self.key}x{self.value}.{self.groups}groups{'.reordered' * self.reorders}"
 
 
 def equal_groups(heads: int, groups: int, cost: Callable[[Group], float]) -> list[Group]:
-    """Assign heads to groups of one size: the minimum total cost for up to 8 heads, above that greedily.
+    """Assign heads to groups of equal size: with the minimum total cost for up to 8 heads, greedily for more heads.
 
-    Greedily, each group starts with the first head that is left, and grows by the head with the minimum cost. `cost`
-    is a group's error; also that of a group that is not complete yet. Of equal costs, the lowest heads win.
+    The greedy search starts a group with the first unassigned head, and adds the head with the minimum cost until the
+    group is complete. `cost` is the error of a group, complete or not. Ties go to the lowest head indices.
     """
     size, cost = heads // groups, cache(cost)
     if heads <= EXHAUSTIVE:
-        return min(_partitions(tuple(range(heads)), size), key=lambda found: sum(map(cost, found)))
-    rest, found = list(range(heads)), list[Group]()
-    while rest:
-        group: Group = (rest.pop(0),)
+        return min(_partitions(tuple(range(heads)), size), key=lambda assignment: sum(map(cost, assignment)))
+    unassigned, assignment = list(range(heads)), list[Group]()
+    while unassigned:
+        group: Group = (unassigned.pop(0),)
         while len(group) < size:
-            group = min((tuple(sorted((*group, head))) for head in rest), key=cost)
-            rest = [head for head in rest if head not in group]
-        found.append(group)
-    return found
+            group = min((tuple(sorted((*group, head))) for head in unassigned), key=cost)
+            unassigned = [head for head in unassigned if head not in group]
+        assignment.append(group)
+    return assignment
 
 
 def _partitions(heads: Group, size: int) -> Iterator[list[Group]]:
-    """Every way to divide heads into groups of one size."""
+    """Yield every partition of heads into groups of equal size."""
     if not heads:
         yield []
         return
@@ -70,6 +71,6 @@ def _partitions(heads: Group, size: int) -> Iterator[list[Group]]:
 
 
 def query_order(order: list[int], layout: HeadLayout) -> list[int]:
-    """The order of query heads that follow their KV heads."""
+    """Return the order of query heads for an order of KV heads."""
     size = layout.query_heads // layout.key_value_heads
-    return [head * size + place for head in order for place in range(size)]
+    return [head * size + offset for head in order for offset in range(size)]

@@ -1,7 +1,7 @@
-"""Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper).
+"""Measures the loss on a text if a single layer has fewer component heads (figure 8 of the MEA paper).
 
-`probe_budget` adds KL divergences up, also of fewer active heads: the expected loss of a whole model, for every budget
-of the KV cache or of active heads.
+`probe_budget` sums KL divergences over layers, for fewer component heads or fewer active heads: the expected loss of a
+whole model for every budget of the KV cache or of active heads.
 """
 
 import tempfile
@@ -40,14 +40,15 @@ from .head_groups import Counts
 from .virtual_heads import METHODS
 
 BUDGETS = [percent / 100 for percent in range(5, 100, 5)]
+"""Budgets as fractions of the source's KV cache, or of all heads."""
 
 
 @default_torch_state()
 def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
-    """The loss of a stock model, and its increase for each layer, side and count of component heads.
+    """Return the loss of a stock model, and its increase for each layer, side and number of component heads.
 
-    Losses are measured on `count` windows of `text`; `method="aligned"` is fitted to `calibration`. `options` are
-    those of `_measured`.
+    Losses are measured on `count` windows of `text`; `method="aligned"` is fitted to `calibration`. `options` are the
+    keyword arguments of `_measured`.
     """
     report, rises, _ = _measured(source, **options)
     return report | {"rises": by_layer(rises)}
@@ -55,11 +56,11 @@ def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
 
 @default_torch_state()
 def probe_budget(source: str | Path, *, active: bool = False, **options: Any) -> dict[str, Any]:
-    """The expected increase of the loss for budgets of the KV cache or of active heads, and the heads of each layer.
+    """Return the expected increase of the loss, and the heads of each layer, for budgets of KV cache or active heads.
 
-    It is measured as in a conversion: the KL divergence from the source is the increase of the loss on text that the
-    source itself would write, and needs less text than the loss. The options are those of `probe_layers`. Budgets that
-    are too small, or that allow no more than a smaller one, are left out.
+    As in a conversion, the increase is measured as KL divergence from the source, which equals the increase of the
+    loss on text sampled from the source, and needs less text. The options are those of `probe_layers`. The curve omits
+    budgets that are too small, or that give the same heads as the next smaller budget.
     """
     report, rises, config = _measured(source, active=active, by_divergence=True, **options)
     curve: list[dict[str, Any]] = []
@@ -74,6 +75,7 @@ def probe_budget(source: str | Path, *, active: bool = False, **options: Any) ->
 
 
 def _cache_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
+    """Return the point of the curve for a budget of the KV cache."""
     choice = choose(rises, config.layouts(), budget, config.dtype)
     key_heads, value_heads = zip(*choice.pairs, strict=True)
     expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
@@ -81,9 +83,10 @@ def _cache_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
 
 
 def _active_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
+    """Return the point of the curve for a budget of active heads."""
     heads, rise = choose_active(rises, config.layouts(), budget)
-    part = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
-    return {"budget": budget, "active": part, "expected_rise": round(rise, 6), "active_heads": heads}
+    fraction = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
+    return {"budget": budget, "active": fraction, "expected_rise": round(rise, 6), "active_heads": heads}
 
 
 def _measured(
@@ -100,7 +103,7 @@ def _measured(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> tuple[dict[str, Any], Losses, Any]:
-    """The report on the model and the text, the increases of the loss, and the configuration."""
+    """Return a report on model and text, the increase of the loss for each trial, and the crosshead config."""
     _check_method(method, active, calibration)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
@@ -112,19 +115,19 @@ def _measured(
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
         layouts = config.layouts()
-        model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
-        if active and fitted_to.is_saved:
+        model, fit_text = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
+        if active and fit_text.is_saved:
             raise ConversionError(f"--active fits routers to a text: name one instead of --calibration {calibration}")
         if active:
             trials: ComponentTrials | ActiveTrials = ActiveTrials(
-                model, fitted_to.tokens(checkpoint, model, Path(scratch), progress)
+                model, fit_text.tokens(checkpoint, model, Path(scratch), progress)
             )
         else:
             statistics = None
             if method == "aligned":
                 observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
                 cached = Path(scratch, "calibration.safetensors")
-                statistics = observe(checkpoint, stock, fitted_to, observers, cached, progress, device=device)
+                statistics = observe(checkpoint, stock, fit_text, observers, cached, progress, device=device)
             unchanged = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
             trials = ComponentTrials(checkpoint.store, stock, layouts, unchanged, statistics, method)
         source_losses: dict[int, float] = {}
@@ -148,7 +151,7 @@ def _measured(
 
 
 def _check_method(method: str, active: bool, calibration: Path | None) -> None:
-    """`ConversionError` for a method that does not exist, or that does not go together with other options."""
+    """Raise `ConversionError` if the method is unknown, or incompatible with other options."""
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
     if method != "aligned" and calibration is not None:
@@ -158,7 +161,7 @@ def _check_method(method: str, active: bool, calibration: Path | None) -> None:
 
 
 def _checked_config(checkpoint: Source, length: int, active: bool) -> Any:
-    """The configuration of a causal language model whose heads can be fewer."""
+    """Return the config; `ConversionError` unless it is a causal language model whose heads can be reduced."""
     name = checkpoint.origin["name"]
     stock = read_config(checkpoint.config, "stock", name)
     if family_of(stock).is_encoder:
@@ -178,20 +181,20 @@ def _checked_config(checkpoint: Source, length: int, active: bool) -> Any:
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    """The cross entropy of the tokens after every evaluated position of one window (T)."""
+    """Return the cross entropy of the tokens that follow the evaluated positions of one window (T)."""
     following = tokens[1::STRIDE].to(logits.device)
     return float(functional.cross_entropy(logits[: len(following)].float(), following))
 
 
 def budget_lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The line of a plot: part of the source's cache, or of the heads, and expected rise."""
+    """Return the line of a plot: (fraction of the source's cache or of all heads, expected increase of the loss)."""
     return {
         "expected": [(point.get("active", point.get("cache")), point["expected_rise"]) for point in report["curve"]]
     }
 
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The lines of a plot: layer and rise, for each side and count."""
+    """Return the lines of a plot: (layer, increase of the loss), for each side and number of heads."""
     rises = report["rises"]
     return {
         f"{side}: {count} of {report['heads']}": [(int(layer), rises[layer][side][count]) for layer in rises]

@@ -13,10 +13,11 @@ from ..architectures.attention_names import AttentionNames
 from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]
+"""Tensor name, or part (see `AttentionNames`) -> tensor."""
 
 
 def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
-    """The attention tensors of one layer by part, in float32 or wider."""
+    """Return the attention tensors of one layer by part, in float32 or wider."""
     parts = {name: names.part(name) for name, entry in store.entries.items() if not entry.is_integer}
     tensors = {part: store.read(name) for name, part in parts.items() if part is not None}
     for part, tensor in tensors.items():
@@ -28,7 +29,7 @@ def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
 
 
 def as_stock(tensors: Tensors, groups: int) -> Tensors:
-    """Stock attention tensors, equivalent to a layer's with component heads."""
+    """Return stock attention tensors that are equivalent to a layer's tensors with component heads."""
     stock = {name: tensor for name, tensor in tensors.items() if not name.startswith("mixers.")}
     for side, projection in (("key", "k_proj"), ("value", "v_proj")):
         scalars = tensors[f"mixers.explicit.{side}.weight"].unflatten(0, (groups, -1))  # (groups, heads, components)
@@ -40,7 +41,7 @@ def as_stock(tensors: Tensors, groups: int) -> Tensors:
 
 @contextmanager
 def substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
-    """A context in which some parameters of an attention layer have other values."""
+    """Return a context in which some parameters of an attention layer have other values."""
     original = {name: attention.get_parameter(name).data for name in tensors}
     for name, tensor in tensors.items():
         attention.get_parameter(name).data = tensor.to(original[name])
@@ -51,16 +52,16 @@ def substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
 
 @dataclass
 class LayerRewrites:
-    """New tensors, computed one layer at a time; only the last layer is cached."""
+    """Rewritten and created tensors, computed one layer at a time; only the last computed layer is cached."""
 
     layers: Mapping[str, int]
-    """Name of a tensor that is rewritten or created -> its layer."""
+    """Name of a rewritten or created tensor -> its layer."""
     compute: Callable[[int], Tensors]
-    """Layer -> its attention tensors."""
+    """Function that returns the new attention tensors of a layer, by checkpoint name."""
     _cached: tuple[int, Tensors] = field(default=(-1, {}))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One new tensor."""
+        """Return one new tensor; computes its layer if it is not cached."""
         layer = self.layers[name]
         if self._cached[0] != layer:
             self._cached = (-1, {})  # free the previous layer before the next one is computed

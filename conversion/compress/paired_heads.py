@@ -1,11 +1,11 @@
-"""The start of `differential` at the source: every query head becomes a pair, and nothing is subtracted yet.
+"""Initial `differential` weights that equal the source: every query head is doubled to a pair of heads.
 
-Version 2: both heads of a pair are copies of the source's head, so the difference is `1 - lambda` times its output,
-and the output projection is divided by that. Lambda starts as a small constant, by its bias.
+Version 2: both heads of a pair are copies of the source's head, so that their difference is `1 - lambda` times its
+output, and the output projection is divided by this factor. Lambda starts as a small constant, set by its bias.
 
-Version 1 with `half_values`: keys are doubled as well, and a value head becomes the two halves of a pair's values. The
-second keys start at zero, where attention is even over all keys, or as copies if they are normalised, because a norm
-of zero has no useful gradient. Lambda starts at zero, by the vectors of its second term.
+Version 1 with `half_values`: keys are doubled as well, and a value head is split into the two halves of a pair's
+values. The second keys start at zero, which gives uniform attention, or as copies if keys are normalised, because the
+norm of a zero key has no useful gradient. Lambda starts at zero, set by the vectors of its second term.
 """
 
 import math
@@ -21,18 +21,18 @@ from crosshead.modeling.mechanisms.differential import Differential
 from .layer_rewrites import Tensors
 
 START = 0.05
-"""The initial lambda of version 2."""
+"""Initial lambda of version 2."""
 COMBINABLE = {"differential", "knocking", "gating"}
-"""Mechanisms that add tensors only, which a conversion can add together with pairs of heads."""
+"""Mechanisms that only add tensors, so that a conversion can combine them with doubled heads."""
 
 
 def makes_pairs(settings: Settings | None) -> bool:
-    """Whether a conversion doubles the heads for `differential` with these options."""
+    """True if a conversion doubles the heads for `differential` with these options."""
     return settings is not None and (settings.get("version", 1) == 2 or bool(settings.get("half_values")))
 
 
 def doubled_heads(mixers: Mapping[str, Settings], config: Any) -> dict[str, Any]:
-    """The fields of the target's configuration that differ from those of the source's `config`."""
+    """Return the config fields that change because heads are doubled; {} if they are not."""
     settings = mixers.get("differential")
     if settings is None or not makes_pairs(settings):
         return {}
@@ -60,13 +60,13 @@ def doubled_heads(mixers: Mapping[str, Settings], config: Any) -> dict[str, Any]
 
 
 def paired_names(settings: Settings) -> list[str]:
-    """The tensors, within the layer's attention, that `pair_heads` changes; includes possible biases."""
+    """Return the parts that `pair_heads` changes; lists biases even if the model has none."""
     names = ["q_proj.weight", "q_proj.bias"]
     return names + (["o_proj.weight"] if settings["version"] == 2 else ["k_proj.weight", "k_proj.bias"])
 
 
 def pair_heads(tensors: Tensors, created: Tensors, layout: HeadLayout, mechanism: Differential) -> Tensors:
-    """The attention tensors with pairs of heads; `created` are the initial tensors of the mechanism."""
+    """Return the attention tensors with doubled heads; `created` are the initial tensors of the mechanism."""
     new, prefix = dict(tensors), "mixers.differential.lambda"
     for name in ("q_proj.weight", "q_proj.bias"):
         if name in tensors:
@@ -81,7 +81,7 @@ def pair_heads(tensors: Tensors, created: Tensors, layout: HeadLayout, mechanism
             first = _by_head(tensors[name], layout)
             second = torch.zeros_like(first) if layout.key_norm_eps is None else first
             new[name] = torch.stack([first, second], dim=1).flatten(0, 2)
-    # exp(q1 k1) - exp(q2 k2) + lambda_init = 0
+    # solve lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init = 0 for q2 = k2
     second_term = math.exp(float(created[f"{prefix}_q1"] @ created[f"{prefix}_k1"])) + mechanism.lambda_init
     for name in (f"{prefix}_q2", f"{prefix}_k2"):
         new[name] = torch.full_like(created[name], math.sqrt(math.log(second_term) / layout.head_dim))

@@ -1,7 +1,7 @@
-"""Reorders query heads so that the most used ones come first; each stays with its key/value head.
+"""Reorders query heads so that the most used heads come first; each query head stays with its KV head.
 
-The shared heads of a mixture are the first ones. To share the most used heads, groups of query heads are permuted,
-and heads within their group; the layer's outputs do not change.
+The shared heads of a mixture are its first heads. To share the most used heads, the groups of query heads that share a
+KV head are permuted, and the query heads within each group; the layer's outputs do not change.
 """
 
 import torch
@@ -17,7 +17,7 @@ _SIDES = {"k_proj": "key", "v_proj": "value"}
 
 
 class HeadUse:
-    """How often a query-norm router would select each query head of a layer if it routed all heads."""
+    """Counts how often a query_norm router selects each query head of a layer, if it routes all heads."""
 
     def __init__(self, heads: int, active: int) -> None:
         self.active = active
@@ -32,17 +32,17 @@ class HeadUse:
         self.counts += torch.bincount(selected.flatten(), minlength=len(self.counts)).to(self.counts)
 
     def as_tensors(self) -> Tensors:
-        """The counts, for a calibration file."""
+        """Return the counts, for a calibration file."""
         return {"counts": self.counts}
 
     @staticmethod
     def shapes(layout: HeadLayout) -> Shapes:
-        """The names and shapes of these tensors."""
+        """Return the names and shapes of the tensors in a calibration file."""
         return {"counts": (layout.query_heads,)}
 
 
 def most_used_first(use: torch.Tensor, groups: int, shared: int) -> list[int]:
-    """The order of query heads with the maximum total use of the first `shared`, if groups stay together."""
+    """Return the order of query heads with the maximum total use of the first `shared`; groups stay together."""
     size = len(use) // groups
     by_group = use.reshape(groups, size)
     order = by_group.argsort(dim=1, descending=True, stable=True)
@@ -63,9 +63,9 @@ def most_used_first(use: torch.Tensor, groups: int, shared: int) -> list[int]:
 
 
 def reorder(tensors: Tensors, order: list[int], layout: HeadLayout) -> Tensors:
-    """The attention tensors of a layer (names without the attention's prefix) with their heads in another order.
+    """Return the attention tensors of a layer, by part, with their heads in another order.
 
-    If keys or values are combined from component heads, the combinations are reordered, not the components.
+    If keys or values are combined from component heads, the rows of the scalars are reordered, not the components.
     """
     size = len(order) // layout.key_value_heads
     groups = [order[start] // size for start in range(0, len(order), size)]

@@ -1,1 +1,1 @@
-"""GGUF files as sources of checkpoints."""
+"""Reading and writing of GGUF files."""

@@ -1,8 +1,8 @@
-"""The stock configuration that a GGUF file describes.
+"""Builds the stock config.json of the model in a GGUF file.
 
-Every size is read from the file. transformers' own reader leaves some to the defaults of the config classes (the head
-size of Qwen3, the width of its experts, biases) and ignores RoPE scaling, which silently gives a wrong model. A
-metadata key that is not in these tables is an error, because it may change the model's outputs.
+Every size is read from the file. transformers' own reader uses the defaults of the config classes for some sizes (the
+head size of Qwen3, the width of its experts, biases) and ignores RoPE scaling, which silently gives a wrong model. A
+metadata key that the tables of this file do not list is an error, because it may change the model's outputs.
 """
 
 import math
@@ -26,18 +26,19 @@ SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-"""Metadata key, without the architecture -> field of the config."""
+"""Metadata key without the architecture's prefix -> field of config.json."""
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+"""Metadata key of a mixture of experts, without the architecture's prefix -> field of config.json."""
 TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
-"""Metadata key -> field of the config."""
+"""Metadata key of a special token's id -> field of config.json."""
 _OTHER_KEYS = {
     "attention.head_count_kv",
     "attention.key_length",
@@ -49,14 +50,15 @@ _OTHER_KEYS = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
 }
+"""Further metadata keys that `stock_config` reads, without the architecture's prefix."""
 _IGNORED_KEYS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", *EXPERT_SIZES}
-"""Keys that repeat shapes of tensors, or do not change the outputs."""
+"""Further allowed keys: sizes of experts, and keys that repeat tensor shapes or do not change the outputs."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The values of all Llama 3.1, 3.2 and 3.3 models, which differ only in `factor`."""
+"""RoPE parameters of all Llama 3.1, 3.2 and 3.3 models, which differ only in `factor`."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """The stock family of a GGUF file."""
+    """Return the stock model family of a GGUF file; `ConversionError` for an unknown architecture."""
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ConversionError(
@@ -67,7 +69,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
-    """The content of config.json; `rope_factors` are the values of the file's tensor of RoPE factors, if any."""
+    """Return the content of config.json; `rope_factors` are the file's divisors of RoPE frequencies, if any."""
     architecture = architecture_of(file)
     metadata = _ModelMetadata(file)
     metadata.check_known()
@@ -95,7 +97,7 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
 
 
 class _ModelMetadata:
-    """The metadata of the architecture, by keys without the architecture's prefix."""
+    """Metadata of the model, by keys without the architecture's prefix."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.paths[0]
@@ -104,12 +106,12 @@ class _ModelMetadata:
         self.values = {key.removeprefix(self._prefix): file.metadata[key] for key in own}
 
     def check_known(self) -> None:
-        """Refuse unknown keys."""
+        """Refuse metadata keys that the tables of this file do not list."""
         for key in sorted(self.values.keys() - SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
             raise self.error(key, "which the stock model does not know: convert the checkpoint it was made from")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number."""
+        """Return a positive number, or `default` if the key is missing."""
         value: Any = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(key, "but it must be a positive number: download the file again")
@@ -118,14 +120,14 @@ class _ModelMetadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer, or `default` if the key is missing."""
         value = self.number(key, default)
         if type(value) is not int:
             raise self.error(key, "but it must be an integer: download the file again")
         return value
 
     def error(self, key: str, problem: str) -> ConversionError:
-        """The error for a value."""
+        """Return the error that names a key, its value and the problem."""
         return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self.values.get(key))}, {problem}")
 
 
@@ -164,7 +166,7 @@ def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | N
 
 
 def _factor_parameters(theta: float, factors: Sequence[float], head_size: int) -> dict[str, Any] | None:
-    """Parameters of the type llama3 with these factors; None if there are none."""
+    """Return RoPE parameters of the type llama3 that have these factors; None if no such parameters exist."""
     factor = round(max(factors), 4)
     if factor < 1:
         return None
@@ -174,7 +176,7 @@ def _factor_parameters(theta: float, factors: Sequence[float], head_size: int) -
 
 
 def llama3_factors(parameters: Mapping[str, Any], head_size: int) -> list[float]:
-    """The divisors of the frequencies in llama.cpp that correspond to these parameters."""
+    """Return the divisors of the RoPE frequencies in llama.cpp (head_size / 2) for parameters of the type llama3."""
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     factors = []
     for feature in range(0, head_size, 2):
@@ -186,7 +188,7 @@ def llama3_factors(parameters: Mapping[str, Any], head_size: int) -> list[float]
 
 
 def _dtype(file: GgufFile) -> str:
-    """The common dtype of all matrices, if there is one and it is not quantised; else the dtype after dequantising."""
+    """Return the dtype of all matrices if they have the same unquantised one, else the dtype after dequantising."""
     formats = {tensor.format.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     dtype = DTYPES.get(formats.pop(), DEQUANTISED) if len(formats) == 1 else DEQUANTISED
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The stages of a fold to a GGUF file: plan, write, read back, compare, publish."""
+"""Folds a model to a GGUF file: plans it, writes it, reads it back, compares it with the source, and publishes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ from .writer import FILE_TYPES, Digests, Target, default_type, plan_targets, unb
 
 SUFFIX = ".gguf"
 _QUANTISATION_VERSION = 2
-"""The version of the formats of blocks that the `gguf` package writes."""
+"""Version of the quantised block formats that the `gguf` package writes."""
 
 
 def check_type(out: Path, type: str | None) -> bool:
-    """Whether `out` is to be a GGUF file; `ConversionError` for a type that does not exist or does not fit."""
+    """Return True if `out` names a GGUF file; `ConversionError` for an unknown type, or for a type and a folder."""
     if type is not None and type not in FILE_TYPES:
         raise ConversionError(f"--type {type!r} cannot be written: use one of {', '.join(FILE_TYPES)}")
     if out.suffix.lower() == SUFFIX:
@@ -48,7 +48,7 @@ def check_type(out: Path, type: str | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Export:
-    """A file that is planned in full."""
+    """The plan of a GGUF file: everything that is known before it is written."""
 
     request: Request
     plan: Plan
@@ -63,7 +63,7 @@ class _Export:
         return sum(target.size for target in self.targets)
 
     def report(self) -> dict[str, Any]:
-        """For the record: the type, and the format of every tensor."""
+        """Return the entry `gguf` of the record: file type, architecture, and the format of every tensor."""
         return {
             "type": self.type,
             "architecture": self.description.architecture,
@@ -82,7 +82,7 @@ def run_gguf(
     plan_only: bool,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Write the stock model of a request as a GGUF file; returns the record, or the plan with `plan_only`."""
+    """Write the stock model of a request as a GGUF file. Return the record, or the plan with `plan_only`."""
     if family_of(request.source_config).is_encoder:
         raise ConversionError(f"{out} is a GGUF file, which holds decoders only: name a folder for this encoder")
     if (model_type := request.source_config.model_type.removeprefix(PREFIX)) not in NAMES:
@@ -91,8 +91,8 @@ def run_gguf(
             "convert that with llama.cpp"
         )
     out = expanded(out)
-    for place in request.source.store.places:
-        check_apart(place, out)
+    for source_path in request.source.store.places:
+        check_apart(source_path, out)
     if plan_only:
         check_file(out, MAGIC, overwrite)
         check_record(out, overwrite)
@@ -114,7 +114,7 @@ def run_gguf(
 
 
 def _prepare(request: Request, type: str | None) -> _Export:
-    """Check everything that can be checked before the file is written."""
+    """Plan the file, and check everything that can be checked before it is written."""
     plan, source = request.plan(), request.source
     integers = [step.entry.name for step in plan.steps if step.entry.is_integer]
     dropped = plan.dropped | dict.fromkeys(integers, "a GGUF file holds no integer tensors of this model")
@@ -138,11 +138,11 @@ def _prepare(request: Request, type: str | None) -> _Export:
 
 
 def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
-    """The maximum difference from the source; None if some tensors are quantised."""
+    """Return the maximum allowed difference from the source; None if some tensors are quantised."""
     if not {target.format for target in targets} <= DTYPES.keys():
         return None
     rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
-    rounded |= {each.format for each in targets if {step.entry.dtype for step in each.steps} != {each.format}}
+    rounded |= {target.format for target in targets if {step.entry.dtype for step in target.steps} != {target.format}}
     return tolerance(plan.config, {"F32"} | rounded)
 
 
@@ -156,7 +156,7 @@ def _plan_report(export: _Export) -> dict[str, Any]:
 
 
 def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progress: Progress) -> dict[str, Any]:
-    """Read the file back: metadata, names, shapes, values that are not quantised, and logits."""
+    """Read the file back and measure it; metadata, names, shapes, unquantised values and logits must agree."""
     store = GgufStore(path)
     name = path.name
     config = read_config(store.config, "stock", name)

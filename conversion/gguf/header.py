@@ -1,7 +1,7 @@
-"""The header of a GGUF file, which may be split into parts: metadata, then a table of tensors.
+"""Parses the header of a GGUF file, which may be split into parts: metadata, then a table of tensors.
 
-Our own parser, because the `gguf` package maps the whole file, takes seconds for the vocabulary's strings, and loops
-on damaged lengths. The package is used for the table of formats and for dequantising.
+The `gguf` package is not used for this: it maps the whole file, takes seconds for the vocabulary's strings, and loops
+on damaged lengths. It is used for the table of formats and for dequantising.
 """
 
 import re
@@ -19,7 +19,7 @@ _PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Metadata types of a fixed size -> their codes in `struct`."""
+"""Metadata types of a fixed size -> their format codes in `struct`."""
 _STRING, _ARRAY = 8, 9
 _MAX_STRING = 100_000_000
 _MAX_DIMENSIONS = 4
@@ -28,31 +28,31 @@ _MAX_SIZE = 2**63
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """The place and the format of a tensor."""
+    """Position, format and shape of a tensor in a GGUF file."""
 
     path: Path
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the first byte in the file."""
     format: Any
     """A `gguf.GGMLQuantizationType`."""
     shape: tuple[int, ...]
-    """Outermost dimension first, as in torch."""
+    """Shape in the order of torch, outermost dimension first."""
     size: int
-    """Bytes in the file."""
+    """Size in the file in bytes."""
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The headers of all parts."""
+    """The headers of all parts of a GGUF file."""
 
     paths: list[Path]
     metadata: dict[str, Any]
-    """Of the first part. A list is represented by its length, as a string."""
+    """Metadata of the first part. A list is replaced by a string with its length, such as "a list of 3"."""
     tensors: dict[str, GgufTensor]
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All parts of a split GGUF file, given one of them."""
+    """Return the paths of all parts of a split GGUF file, given one of them."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -61,7 +61,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The checked headers of a GGUF file and of its other parts."""
+    """Read and check the headers of a GGUF file and of its other parts."""
     paths = parts_of(path)
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
@@ -119,7 +119,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 def _read_row(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, number of the format, and offset of one tensor."""
+    """Read one row of the table of tensors: name, shape, number of the format, and offset."""
     name = cursor.text()
     (dimensions,) = cursor.numbers("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -149,7 +149,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
 
 
 class _Cursor:
-    """Reads a header sequentially, and never past the end of the file."""
+    """Reads a header sequentially; `ConversionError` instead of reading past the end of the file."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
@@ -158,17 +158,17 @@ class _Cursor:
         self._size = size
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next `count` bytes."""
         self._advance(count)
         return self._file.read(count)
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
-        """The next numbers, in `struct`'s codes."""
+        """Return the next numbers, for format codes of `struct`."""
         layout = struct.Struct(f"<{codes}")
         return layout.unpack(self.take(layout.size))
 
     def text(self) -> str:
-        """The next string."""
+        """Return the next string."""
         (length,) = self.numbers("Q")
         if length > _MAX_STRING:
             raise ConversionError(f"{self.path} has a string of {length} bytes: it is damaged, download it again")
@@ -178,7 +178,7 @@ class _Cursor:
             raise ConversionError(f"{self.path} contains a string that is not UTF-8: download it again") from error
 
     def value(self, kind: int) -> Any:
-        """The next metadata value; lists are skipped, and only their length is returned."""
+        """Return the next metadata value; a list is skipped, and a string with its length is returned."""
         if kind in _NUMBERS:
             return self.numbers(_NUMBERS[kind])[0]
         if kind == _STRING:

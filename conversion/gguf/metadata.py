@@ -1,6 +1,6 @@
-"""The metadata of a GGUF file for a stock configuration: the inverse of `config.stock_config`.
+"""Converts a stock config to GGUF metadata: the inverse of `config.stock_config`.
 
-What llama.cpp cannot compute is refused, because it would run the model with other outputs.
+A config that llama.cpp does not support is refused, because llama.cpp would run the model with other outputs.
 """
 
 import math
@@ -15,9 +15,9 @@ from .config import EXPERT_SIZES, SIZES, llama3_factors
 from .tensors import ARCHITECTURES, Architecture
 
 Metadata = dict[str, Any]
-"""Key -> a string, a boolean, a number (written as uint32 or float32), or a list of strings or numbers."""
+"""Metadata key -> a string, a boolean, a number (written as uint32 or float32), or a list of strings or numbers."""
 NAMES = {architecture.model_type: name for name, architecture in ARCHITECTURES.items()}
-"""The stock `model_type` -> its architecture in GGUF files."""
+"""Stock `model_type` -> its architecture in GGUF files."""
 _FEATURES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False,),
@@ -25,9 +25,9 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
 }
-"""Field of a config -> the values that llama.cpp computes, in every family that has the field."""
+"""Config field -> the values that llama.cpp supports, in every family that has the field."""
 _BIASED = ("llama",)
-"""Architectures in which llama.cpp reads the biases of `attention_bias`."""
+"""Architectures whose attention biases (`attention_bias`) llama.cpp reads."""
 _YARN_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "beta_fast": (None, 32),
     "beta_slow": (None, 1),
@@ -35,27 +35,27 @@ _YARN_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mscale_all_dim": (None, 0),
     "truncate": (None, True),
 }
-"""Parameter of YaRN -> the values that llama.cpp uses."""
+"""Parameter of YaRN -> the values that agree with llama.cpp's YaRN."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """The metadata of a model, without the tokenizer."""
+    """GGUF metadata of a model, without its tokenizer."""
 
     architecture: str
     """The value of `general.architecture`."""
     keys: Metadata
-    """With the prefix of the architecture."""
+    """Metadata key, with the prefix of the architecture -> value."""
     rope_factors: list[float] | None
-    """Divisors of the RoPE frequencies, which are a tensor of the file."""
+    """Divisors of the RoPE frequencies, which are stored as a tensor; None if frequencies are not divided."""
 
     @property
     def family(self) -> Architecture:
-        """The stock family."""
+        """The stock model family of the architecture."""
         return ARCHITECTURES[self.architecture]
 
     def differences(self, other: "Description") -> list[str]:
-        """The keys in which two descriptions differ by more than float32 rounds."""
+        """Return the keys in which two descriptions differ by more than float32 rounding."""
         pairs = {key: (self.keys.get(key), other.keys.get(key)) for key in sorted(self.keys | other.keys)}
         differ = [key for key, (one, two) in pairs.items() if not _is_close(one, two)]
         factors = self.rope_factors or [], other.rope_factors or []
@@ -71,7 +71,7 @@ def _is_close(one: Any, two: Any) -> bool:
 
 
 def describe(config: Any) -> Description:
-    """The metadata of a stock config; `ConversionError` if llama.cpp would compute other outputs."""
+    """Return the GGUF metadata of a stock config; `ConversionError` if llama.cpp would compute other outputs."""
     name = NAMES[config.model_type]
     _check_features(config, name)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -102,7 +102,7 @@ def _check_features(config: Any, name: str) -> None:
 
 
 def _rope(config: Any, head_size: int) -> tuple[Metadata, list[float] | None]:
-    """The metadata keys of RoPE, and the factors by which the frequencies are divided, if there are any."""
+    """Return the metadata of RoPE, and the divisors of its frequencies; None if they are not divided."""
     parameters: Mapping[str, Any] = config.rope_parameters
     kind = parameters["rope_type"]
     if parameters.get("partial_rotary_factor", 1) != 1:
@@ -133,7 +133,7 @@ def _check_yarn(parameters: Mapping[str, Any]) -> None:
 
 
 def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int) -> list[float]:
-    """The factors of the type longrope, if they are the same at any length and logits are not scaled."""
+    """Return the RoPE divisors of the type longrope; refuse those that depend on length, and scaled attention."""
     short, long = parameters["short_factor"], parameters["long_factor"]
     if short != long:
         raise _refused("short_factor", short, "where long_factor differs, in RoPE of the type longrope")
@@ -149,7 +149,7 @@ def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int
 
 
 def _refused(field: str, value: Any, where: str = "") -> ConversionError:
-    place = f" {where}" if where else ""
+    suffix = f" {where}" if where else ""
     return ConversionError(
-        f"the model has {field}={shown(value)}, which llama.cpp does not support{place}: fold it to a folder instead"
+        f"the model has {field}={shown(value)}, which llama.cpp does not support{suffix}: fold it to a folder instead"
     )

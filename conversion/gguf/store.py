@@ -1,4 +1,4 @@
-"""A GGUF file as a store of stock tensors, dequantised when they are read, and its tokenizer."""
+"""Opens a GGUF file as a store of stock tensors, dequantised when they are read, and extracts its tokenizer."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,13 @@ from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_
 from .tokenizer import LISTS, correct_tokens, further_templates, pre_tokeniser
 
 MAX_SHARD = 2_000_000_000
-"""Bytes; a larger tensor has a shard of its own."""
+"""Maximum size of a shard in bytes; a larger tensor gets a shard of its own."""
 OLDEST_TRANSFORMERS = (5, 18)
-"""Earlier versions mix up or omit special tokens, and split Llama 3's numbers differently."""
+"""Earlier versions mix up or omit special tokens of GGUF files, and split Llama 3's numbers differently."""
 
 
 class GgufStore:
-    """The tensors of a GGUF file, and the configuration that its metadata describes."""
+    """The stock tensors of a GGUF file as a `TensorStore`, and the config that its metadata describes."""
 
     def __init__(self, path: Path) -> None:
         require_gguf()
@@ -36,7 +36,7 @@ class GgufStore:
         factors = self.file.tensors.get(ROPE_FACTORS)
         self.config = stock_config(self.file, None if factors is None else _values(factors))
         self.dropped = {} if factors is None else {ROPE_FACTORS: "config.json has them in rope_parameters"}
-        """Tensors of the file that are not in the store -> the reason."""
+        """Name of a tensor of the file that is not in the store -> the reason."""
         self._tensors: dict[str, StockTensor] = {}
         for name in sorted((name for name in self.file.tensors if name not in self.dropped), key=depth):
             self._tensors |= self._stock_tensors(name)
@@ -44,7 +44,7 @@ class GgufStore:
         self.shards: Mapping[str, list[str]] = shard_names(self.entries, MAX_SHARD)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, dequantised."""
+        """Return one tensor, dequantised."""
         entry = self.entries[name]
         values = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         row = 0
@@ -54,14 +54,14 @@ class GgufStore:
         return values
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one tensor, dequantised, a few megabytes at a time."""
+        """Yield the bytes of one tensor, dequantised, about a megabyte at a time."""
         for block in self._tensors[name].blocks():
             yield block.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def fingerprint(self) -> str:
-        """A cheap fingerprint of the files: their names, sizes, modification times and headers."""
+        """Return a cheap fingerprint of the files: a hash of names, sizes, modification times and headers."""
         states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.file.paths]
-        table = [(name, str(held.format), held.shape, held.start) for name, held in self.file.tensors.items()]
+        table = [(name, str(tensor.format), tensor.shape, tensor.start) for name, tensor in self.file.tensors.items()]
         return hashlib.sha256(repr((states, self.file.metadata, table)).encode()).hexdigest()
 
     def _stock_tensors(self, name: str) -> dict[str, StockTensor]:
@@ -94,7 +94,7 @@ class GgufStore:
 
 
 def require_gguf() -> None:
-    """`ConversionError` without the gguf package."""
+    """Raise `ConversionError` if the gguf package is not installed."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -130,7 +130,7 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ConversionError(f"{path} has no tokenizer: convert the checkpoint that it was made from")
-    # A link in an empty folder, so that transformers reads no other file next to the GGUF file.
+    # transformers reads a link in an empty folder, so that it finds no other files next to the GGUF file.
     link = folder / "gguf" / "model.gguf"
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
 
 
 def _lists(path: Path) -> dict[str, list[Any]]:
-    """The lists of the tokenizer, which our reader of headers skips."""
+    """Return the tokenizer's lists, which `read_gguf` skips."""
     from gguf import GGUFReader
 
     fields = GGUFReader(path).fields

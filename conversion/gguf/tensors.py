@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: names there and in stock checkpoints, and rows in stock order, a few at a time."""
+"""Tensors of a GGUF file: their stock names, and reading them in stock row order, one block of rows at a time."""
 
 import re
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from .header import GgufTensor
 
 @dataclass(frozen=True)
 class Architecture:
-    """The stock family of a GGUF architecture."""
+    """The stock model family of a GGUF architecture, and how its tensors differ from the stock tensors."""
 
     model_type: str
     stock_class: str
     inferred_fields: tuple[str, ...] = ()
-    """Fields of the config that the metadata does not contain."""
+    """Config fields that the metadata does not contain: `stock_config` infers them."""
     interleaved: bool = False
-    """Whether the two features that RoPE rotates together are adjacent rows; in stock heads they are in two halves."""
+    """True if RoPE rotates adjacent rows of a head together; in stock heads, these are half a head apart."""
     experts: bool = False
     rope_factors: bool = False
-    """Whether llama.cpp reads a tensor of RoPE factors."""
+    """True if llama.cpp reads a tensor of RoPE frequency divisors for this architecture."""
 
 
 ARCHITECTURES = {
@@ -38,10 +38,10 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", ("attention_bias",)),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", ("attention_bias", "norm_topk_prob"), experts=True),
 }
-"""The value of `general.architecture` -> its stock family."""
+"""GGUF architecture (`general.architecture`) -> its stock model family."""
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 DEQUANTISED = torch.float32
-"""The dtype to which the `gguf` package dequantises."""
+"""Dtype of the tensors that the `gguf` package dequantises."""
 
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 _INNER = {
@@ -66,9 +66,9 @@ _LAYER_NAMES = {stock: name for name, stock in (_INNER | _STACKED).items()}
 
 
 def stock_names(name: str, experts: int) -> dict[str, int | None]:
-    """The stock tensors in a GGUF tensor: one, one for each expert of a stack, or none for an unknown name.
+    """Return the names of the stock tensors in a GGUF tensor -> the index of their expert, None outside of experts.
 
-    The values are the indices of experts, None without experts.
+    A stack of experts contains one stock tensor per expert. The result is empty for an unknown name.
     """
     if name in _OUTER:
         return {_OUTER[name]: None}
@@ -84,19 +84,19 @@ def stock_names(name: str, experts: int) -> dict[str, int | None]:
 
 
 def gguf_name(stock: str) -> str:
-    """The inverse of `stock_names`: the GGUF tensor that contains a stock tensor."""
+    """Return the name of the GGUF tensor that contains a stock tensor; the inverse of `stock_names`."""
     match = _STOCK_LAYER.fullmatch(stock)
     return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}" if match else _OUTER_NAMES[stock]
 
 
 def head_count_key(name: str) -> str | None:
-    """The config field with the number of heads of a query or key projection; None for other tensors."""
+    """Return the config field with the number of heads of a query or key projection; None for other tensors."""
     match = _LAYER.fullmatch(name)
     return {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(match[2]) if match else None
 
 
 def depth(name: str) -> tuple[int, int]:
-    """A sort key in the order of the model: embedding, layers, norm and head."""
+    """Return a sort key for the order of the model: embedding, layers, final norm and LM head."""
     if match := _LAYER.fullmatch(name):
         return 1, int(match[1])
     return (0, 0) if name == EMBEDDING else (2, 0)
@@ -104,20 +104,20 @@ def depth(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StockTensor:
-    """One stock tensor: a whole tensor of the file, or one expert of a stack."""
+    """One stock tensor inside a GGUF file: a whole tensor of the file, or one expert of a stack."""
 
     source: GgufTensor
     expert: int | None = None
     head_rows: int | None = None
-    """The number of rows of one head, if they are interleaved."""
+    """Number of rows per head, if the file interleaves the rows of a head; None otherwise."""
 
     def entry(self, name: str) -> Entry:
-        """Its entry in a store."""
+        """Return the entry of this tensor in a `TensorStore`."""
         dtype = DTYPES.get(self.source.format.name, DEQUANTISED)
         return Entry(name, DTYPE_NAMES[dtype], self.source.shape[self.expert is not None :])
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Consecutive rows, a few megabytes at a time, and complete heads if rows are interleaved."""
+        """Yield dequantised blocks of rows of about a megabyte; complete heads if rows are interleaved."""
         entry = self.entry("")
         rows, row_size = entry.shape[0], entry.size // entry.shape[0]
         packed = self.source.size // prod(self.source.shape[: len(self.source.shape) - len(entry.shape) + 1])
@@ -135,17 +135,17 @@ class StockTensor:
 
 
 def interleaved(rows: torch.Tensor, head_rows: int) -> torch.Tensor:
-    """Rows of complete stock heads (rows, columns) with the two features that RoPE rotates together in pairs."""
+    """Reorder the rows (rows, columns) of complete stock heads: rows that RoPE rotates together become adjacent."""
     return _swapped(rows, 2, head_rows // 2)
 
 
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Rows (heads x outer x inner, columns), in the order (heads, inner, outer, columns)."""
+    """Reorder rows (heads * outer * inner, columns) to (heads * inner * outer, columns)."""
     return rows.view(-1, outer, inner, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def dequantise(raw: torch.Tensor, quantisation: Any) -> torch.Tensor:
-    """Rows of bytes as rows of numbers."""
+    """Convert raw rows (rows, bytes) to values (rows, columns)."""
     if quantisation.name in DTYPES:
         return raw.view(DTYPES[quantisation.name])
     from gguf import dequantize
@@ -154,7 +154,7 @@ def dequantise(raw: torch.Tensor, quantisation: Any) -> torch.Tensor:
 
 
 def check_format(name: str, tensor: GgufTensor) -> None:
-    """Refuse formats that cannot be dequantised, before anything is written."""
+    """Refuse a tensor whose format cannot be dequantised, before anything is written."""
     if tensor.format.name in DTYPES:
         return
     from gguf import GGML_QUANT_SIZES

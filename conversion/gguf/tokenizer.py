@@ -1,7 +1,7 @@
-"""The tokenizer of a model as metadata of a GGUF file, for llama.cpp.
+"""Converts the tokenizer of a model to GGUF metadata for llama.cpp.
 
-Two kinds can be written: byte-level BPE (`gpt2`), and the BPE of SentencePiece with a fallback to bytes (`llama`).
-llama.cpp has its own code for the pre-tokeniser of every kind of byte-level BPE and reads only its name.
+Two kinds can be written: byte-level BPE (`gpt2`), and the BPE of SentencePiece with byte fallback (`llama`).
+llama.cpp implements the pre-tokenisers of byte-level BPE in its own code: the file contains only the name of one.
 """
 
 import json
@@ -19,7 +19,7 @@ from .config import TOKENS
 from .metadata import Metadata
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-"""Types of tokens, as the `gguf` package numbers them."""
+"""Token types, numbered as in `gguf.TokenType`."""
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -36,20 +36,20 @@ PRE_TOKENISERS: dict[str, list[dict[str, Any]]] = {
     "llama-bpe": [_split(_CASED + r"\p{N}{1,3}" + _REST), _BYTES],
     "qwen2": [_split(_CASED + r"\p{N}" + _REST), _BYTES],
 }
-"""`tokenizer.ggml.pre` -> the pre-tokenisers in tokenizer.json that llama.cpp computes under that name."""
+"""Value of `tokenizer.ggml.pre` -> the pre-tokenisers in tokenizer.json that llama.cpp implements under this name."""
 _TRIM = "trim_offsets"
-"""A field of pre-tokenisers that does not affect tokens."""
+"""A field of pre-tokenisers that changes only offsets, not tokens: it is ignored when they are compared."""
 _SPACE = "\u2581"
 TEMPLATE = "tokenizer.chat_template"
-"""The key of the chat template; that of another one has its name behind a dot."""
+"""Metadata key of the default chat template. A named template has the key `tokenizer.chat_template.NAME`."""
 LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
-"""Keys with lists."""
+"""Metadata keys of the lists that building a tokenizer needs: `read_gguf` skips all lists."""
 _SPECIAL = TOKENS | {"tokenizer.ggml.unknown_token_id": "unk_token_id"}
-"""Key -> attribute of the tokenizer."""
+"""Metadata key of a special token -> attribute of the tokenizer with its id."""
 
 
 def tokenizer_metadata(tokenizer: Any, config: Any, name: str) -> Metadata:
-    """The metadata of a tokenizer of transformers; `ConversionError` if llama.cpp would tokenise otherwise."""
+    """Return the GGUF metadata of a tokenizer; `ConversionError` if llama.cpp would tokenise differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _refused(name, "is not one of the tokenizers library")
@@ -76,7 +76,7 @@ def tokenizer_metadata(tokenizer: Any, config: Any, name: str) -> Metadata:
 
 
 def pre_tokeniser(name: str) -> Any:
-    """The pre-tokeniser of this name, as an object of the tokenizers library; None for an unknown name."""
+    """Return the pre-tokeniser with this GGUF name as an object of the tokenizers library; None if it is unknown."""
     if name not in PRE_TOKENISERS:
         return None
     content = json.loads(Tokenizer(models.BPE()).to_str())
@@ -86,15 +86,16 @@ def pre_tokeniser(name: str) -> Any:
 
 
 def further_templates(metadata: Mapping[str, Any], lists: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates besides the default one, by name."""
-    found = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    """Return the chat templates other than the default one, by name."""
+    texts = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
-    """Give a tokenizer.json the tokens of the file that transformers read it from.
+    """Correct the special tokens in a tokenizer.json that transformers made from a GGUF file.
 
-    transformers adds `<|endoftext|>` where it is missing, and reads a space in an added token as a byte of BPE.
+    transformers adds `<|endoftext|>` if it is missing, and encodes a space in an added token as byte-level BPE does.
+    `lists` contains the tokens of the GGUF file and their types.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary, tokens = content["model"]["vocab"], lists["tokenizer.ggml.tokens"]
@@ -123,16 +124,19 @@ def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
 
 
 def _flat(part: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The pre-tokenisers of a sequence."""
+    """Return the pre-tokenisers of nested sequences as one list, without `trim_offsets`."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        return [each for nested in part["pretokenizers"] for each in _flat(nested)]
+        return [step for nested in part["pretokenizers"] for step in _flat(nested)]
     return [{key: value for key, value in part.items() if key != _TRIM}]
 
 
 def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
-    """Spaces become U+2581 by a normaliser or a pre-tokeniser, which also may put one in front of the text."""
+    """Return the metadata of the BPE of SentencePiece.
+
+    A normaliser or a pre-tokeniser replaces spaces by U+2581, and may also put a U+2581 in front of the text.
+    """
     normaliser = content["normalizer"]
     steps = normaliser["normalizers"] if normaliser and normaliser["type"] == "Sequence" else [normaliser]
     parts = _flat(content["pre_tokenizer"])
@@ -152,7 +156,7 @@ def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
 
 
 def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str) -> tuple[list[str], list[int]]:
-    """The tokens and their types, one for each row of the embedding."""
+    """Return the tokens and their types, one for each row of the embedding."""
     model = content["model"]
     ids: dict[str, int] = model["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
     if max(ids.values()) >= size:
@@ -173,9 +177,9 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
-    """Scores that give the order of the merges: llama.cpp first merges the pair whose result has the highest score.
+    """Return token scores that encode the order of the merges.
 
-    Tokens that are no result of a merge come last.
+    llama.cpp first merges the pair whose result has the highest score. Tokens that no merge produces come last.
     """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
@@ -184,7 +188,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[floa
 
 
 def _added(tokenizer: Any, ids: Mapping[str, Any], name: str) -> Metadata:
-    """Whether BOS and EOS are added to a text."""
+    """Return the metadata on adding BOS and EOS to a text; refuse a tokenizer that adds other tokens."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     complete = tokenizer("a")["input_ids"]
     bos, eos = ids["tokenizer.ggml.bos_token_id"], ids["tokenizer.ggml.eos_token_id"]
@@ -195,7 +199,7 @@ def _added(tokenizer: Any, ids: Mapping[str, Any], name: str) -> Metadata:
 
 
 def _templates(templates: str | Mapping[str, str] | None) -> Metadata:
-    """The chat template, and further ones by name."""
+    """Return the metadata of the default chat template and of the named ones."""
     if templates is None:
         return {}
     if isinstance(templates, str):

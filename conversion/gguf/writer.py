@@ -21,27 +21,27 @@ from .metadata import Description, Metadata
 from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
-"""Type of a file -> its number in `general.file_type`. Of these formats the `gguf` package has a quantiser."""
+"""File type -> its number in `general.file_type`, for all formats that the `gguf` package can quantise to."""
 _UNBLOCKED = "F16"
-"""The format of a matrix whose rows cannot be divided into the blocks of the file's type."""
+"""Format of a matrix whose row length is not a multiple of the block size of the file's type."""
 _ROUTER = "ffn_gate_inp."
-"""In the names of expert routers, which stay in F32 as in llama.cpp's converter."""
+"""Part of the names of expert routers, which stay in F32 as in llama.cpp's converter."""
 _MAX_SCALE = torch.finfo(torch.float16).max
-"""Blocks have a float16 scale."""
+"""Largest value that can be quantised: the scale of a block is stored as float16."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor of a GGUF file."""
+    """One tensor of the GGUF file to write."""
 
     name: str
     format: str
-    """The name of a `gguf.GGMLQuantizationType`."""
+    """Name of a `gguf.GGMLQuantizationType`."""
     shape: tuple[int, ...]
     steps: tuple[Step, ...]
-    """The stock tensors that it contains, one after the other."""
+    """Steps of the plan for the stock tensors that it contains, in order: several for a stack of experts."""
     head_rows: int | None
-    """The number of rows of one head, if the file has them interleaved."""
+    """Number of rows per head, if the file interleaves the rows of a head; None otherwise."""
 
     @property
     def size(self) -> int:
@@ -51,30 +51,30 @@ class Target:
 
     @property
     def action(self) -> str:
-        """copied, if all bytes are in the file as they are in the source; or else rewritten."""
+        """Return "copied" if the file contains the bytes of the source unchanged, otherwise "rewritten"."""
         is_copied = all(step.action == "copied" and step.entry.dtype == self.format for step in self.steps)
         return "copied" if is_copied and self.head_rows is None else "rewritten"
 
 
 @dataclass(frozen=True)
 class Digests:
-    """Checksums by stock names."""
+    """CRC-32 checksums of the written tensors, by stock name."""
 
     planned: dict[str, str]
-    """Of the bytes in the plan, as in a folder."""
+    """Checksums of the planned bytes, before the conversion to the file's format, as in the record of a folder."""
     stored: dict[str, str]
-    """Of the bytes after rounding to the file's format, in stock order; without quantised tensors."""
+    """Checksums after rounding to the file's format, in stock row order, without quantised tensors."""
 
 
 def block_of(form: str) -> tuple[int, int]:
-    """The number of values in a block of a format, and its size in bytes."""
+    """Return the number of values in a block of a format, and the size of the block in bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     return GGML_QUANT_SIZES[GGMLQuantizationType[form]]
 
 
 def default_type(plan: Plan) -> str:
-    """The dtype of most bytes of a plan, as the type of a file."""
+    """Return the dtype that most bytes of a plan have, as a file type; f32 if there is no such type."""
     sizes: dict[str, int] = {}
     for step in plan.steps:
         sizes[step.entry.dtype] = sizes.get(step.entry.dtype, 0) + step.entry.size
@@ -83,7 +83,7 @@ def default_type(plan: Plan) -> str:
 
 
 def plan_targets(plan: Plan, description: Description, type: str) -> list[Target]:
-    """The tensors of the file, in the order of the model; integer tensors are left out."""
+    """Return the tensors of the file in the order of the model, without integer tensors."""
     groups: dict[str, list[Step]] = {}
     for step in sorted(plan.steps, key=_expert):
         if not step.entry.is_integer:
@@ -96,9 +96,9 @@ def plan_targets(plan: Plan, description: Description, type: str) -> list[Target
 
 
 def _expert(step: Step) -> int:
-    """The index of an expert, or 0."""
-    _, found, after = step.entry.name.partition(".experts.")
-    return int(after.split(".")[0]) if found else 0
+    """Return the index of the expert in a tensor's name, or 0."""
+    _, separator, after = step.entry.name.partition(".experts.")
+    return int(after.split(".")[0]) if separator else 0
 
 
 def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: int, type: str) -> Target:
@@ -115,8 +115,8 @@ def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: i
 
 
 def unblocked(targets: Iterable[Target], type: str) -> list[str]:
-    """The names of matrices that are not in the format of the file's type because of the length of their rows."""
-    return [each.name for each in targets if each.format == _UNBLOCKED != type.upper()]
+    """Return the names of the matrices that are not in the format of the file's type because of their row length."""
+    return [target.name for target in targets if target.format == _UNBLOCKED != type.upper()]
 
 
 def write_gguf(
@@ -128,7 +128,7 @@ def write_gguf(
     store: TensorStore,
     progress: Progress,
 ) -> Digests:
-    """Write the file; `file_metadata` is metadata about the file and its tokenizer."""
+    """Write the file and return its checksums; `file_metadata` is metadata about the file and its tokenizer."""
     import gguf
 
     writer = gguf.GGUFWriter(None, description.architecture)
@@ -138,7 +138,7 @@ def write_gguf(
         writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
     for target in targets:
         number = gguf.GGMLQuantizationType[target.format]
-        # A shape in values, because the package takes one of bytes for np.uint8.
+        # With np.float32 the shape counts values; with np.uint8 the package would expect a shape in bytes.
         writer.add_tensor_info(target.name, target.shape, np.dtype(np.float32), target.size, raw_dtype=number)
     digests, written = Digests({}, {}), Counter(progress, "writing", plan.size)
     try:
@@ -175,7 +175,7 @@ def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def _encoded(target: Target, step: Step, chunks: Iterable[memoryview], digests: Digests) -> Iterator[memoryview]:
-    """One stock tensor in the format of its target."""
+    """Yield the bytes of one stock tensor in the format of its target, and add its checksums to `digests`."""
     entry = step.entry
     columns = entry.shape[-1] if len(entry.shape) > 1 else 1
     row = columns * DTYPES[entry.dtype].itemsize

@@ -1,4 +1,4 @@
-"""The files of a model folder apart from the weights: configuration, tokenizer, code, and the conversion's record."""
+"""The files of a model folder apart from the weights: config, tokenizer, code, and the record of the conversion."""
 
 import hashlib
 import json
@@ -31,13 +31,13 @@ from .tensor_store import TensorStore
 
 CONFIG, RECORD = "config.json", "conversion.json"
 FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
-"""Folders that a conversion copies, the second of sentence-transformers -> the ending of all their files."""
+"""Folders that a conversion copies -> the suffix of all their files. `1_Pooling` belongs to sentence-transformers."""
 MAX_CONFIG_BYTES = 10_000_000
 IMAGE_PROCESSOR = "preprocessor_config.json"
 MODULES = "modules.json"
-"""The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
+"""The list of modules of a sentence-transformers model, which also uses the files with "sentence" in their names."""
 COPIED_MODULES = {"Transformer", "Pooling", "Normalize"}
-"""Modules of sentence-transformers whose files a conversion copies, or that have none."""
+"""Supported modules of sentence-transformers: a conversion copies their files, or they have none."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
 PLAIN_SIDE_FILES = (
@@ -63,18 +63,18 @@ PLAIN_SIDE_FILES = (
 _MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Advance = Callable[[int], None]
-"""Called with the size in bytes of each tensor after it was read."""
+"""Progress callback, called with the size in bytes of each tensor after it was read."""
 
 
 def model_files(folder: Path) -> set[str]:
-    """Names of the files that belong to the model in a folder. Others, such as notes and a card, are the user's."""
+    """Return the names of a folder's files that belong to the model; others, such as a model card, are the user's."""
     weights = _object(_read_json(folder / INDEX).get("weight_map"))
     names = _MODEL_FILES | {str(file) for file in weights.values()} | _remote_code(folder)
     return {name for name in os.listdir(folder) if name in names or _SHARD.fullmatch(name)}
 
 
 def _remote_code(folder: Path) -> set[str]:
-    """The Python files that `auto_map` in config.json names, and their relative imports."""
+    """Return the names of the Python files that `auto_map` in config.json names, and of their relative imports."""
     names: set[str] = set()
     for reference in _object(_read_json(folder / CONFIG).get("auto_map")).values():
         module = folder / f"{str(reference).split('--')[-1].split('.')[0]}.py"
@@ -88,7 +88,7 @@ def _remote_code(folder: Path) -> set[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or holds something else."""
+    """Return the JSON object in a file; empty if the file is missing or contains something else."""
     if not path.is_file():
         return {}
     try:
@@ -114,7 +114,7 @@ def copy_files(files: list[Path], folder: Path) -> None:
 def remove_loading_arguments(folder: Path) -> None:
     """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user.
 
-    Also the references to code of the tokenizer's own, which is not copied.
+    References to the tokenizer's own code are removed as well, because the code is not copied.
     """
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -124,7 +124,10 @@ def remove_loading_arguments(folder: Path) -> None:
 
 
 def add_older_names(path: Path, config: Any) -> None:
-    """Add the field names of transformers 4 to a stock config.json; version 4 would use defaults for the new names."""
+    """Add the field names of transformers 4 to a stock config.json.
+
+    transformers 4 ignores the new names and would use the defaults of its own fields.
+    """
     if not hasattr(config, "rope_parameters"):  # an encoder, whose names are the same
         return
     rope = dict(config.rope_parameters)
@@ -135,9 +138,9 @@ def add_older_names(path: Path, config: Any) -> None:
 
 
 def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Remove access tokens from the JSON files in `folder`; returns the removed keys by file.
+    """Remove access tokens from the JSON files in `folder`, and return the removed keys by file.
 
-    `config` is the source's configuration: the target's was built without its access tokens.
+    `config` is the source's config: its tokens are reported as removed, although the target's config never had them.
     """
     files = sorted(file for file in folder.glob("*.json") if file.name not in VOCABULARIES)
     removed = {CONFIG: without_tokens(config)[1]} | leave_out_tokens(files)
@@ -145,23 +148,23 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
 
 
 def code_references(folder: Path) -> list[str]:
-    """The references to code in a folder's settings: loading it would run this code, from the folder or elsewhere."""
-    found = []
+    """Return the references to code in a folder's settings; loading runs this code, from the folder or elsewhere."""
+    references = []
     for name in (CONFIG, "tokenizer_config.json", IMAGE_PROCESSOR, "processor_config.json"):
         for value in _object(_read_json(folder / name).get("auto_map")).values():
-            found += [str(part) for part in (value if isinstance(value, list) else [value]) if part is not None]
-    return found
+            references += [str(part) for part in (value if isinstance(value, list) else [value]) if part is not None]
+    return references
 
 
 def foreign_code(folder: Path) -> str | None:
-    """The first Python file, or reference to code, in a folder that differs from this crosshead's own code."""
-    files, named = sorted(folder.rglob("*.py")), code_references(folder)
-    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or named else {}
+    """Return the first Python file or reference to code in a folder that is not crosshead's own; None if all are."""
+    files, references = sorted(folder.rglob("*.py")), code_references(folder)
+    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or references else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "crosshead" else {}
     for file in files:
         if not file.is_file() or own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name
-    return next((each for each in named if f"{each.split('.')[0]}.py" not in own), None)
+    return next((reference for reference in references if f"{reference.split('.')[0]}.py" not in own), None)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
@@ -173,16 +176,16 @@ def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
 
 
 def record_file(folder: Path, stock: bool) -> Path:
-    """The path of a conversion's record: in a crosshead model, next to a stock model.
+    """Return the path of a conversion's record: in a crosshead model's folder, or next to a stock model's folder.
 
-    The record of a stock model goes into the folder if nothing can be written next to it.
+    The record of a stock model is in its folder as well if nothing can be written next to the folder.
     """
     folder = Path(os.path.abspath(folder))
     return folder.with_name(f"{folder.name}.{RECORD}") if stock and not is_fixed(folder) else folder / RECORD
 
 
 def check_record(folder: Path, overwrite: bool) -> None:
-    """Refuse to replace the record next to a stock model without `overwrite`."""
+    """Refuse to replace the record of a stock model without `overwrite`."""
     path = record_file(folder, stock=True)
     if path.is_dir():
         raise ConversionError(f"{path} is a folder, but the record is written there: choose another place")
@@ -191,7 +194,7 @@ def check_record(folder: Path, overwrite: bool) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record of a conversion; empty if the file is missing, `ConversionError` if it is not such a record."""
+    """Return the record of a conversion; empty if the file is missing. `ConversionError` for any other file."""
     if not path.exists():
         return {}
     content = _read_json(path)
@@ -203,7 +206,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _is_record(content: dict[str, Any]) -> bool:
-    """Whether all fields that `verify` reads are present."""
+    """True if all fields that `verify` reads are present and have the right types."""
     tolerance, tensors, source = content.get("tolerance", ""), content.get("tensors"), content.get("source")
     if tolerance is not None:
         if not isinstance(tolerance, dict) or tolerance.keys() != {"logits", "divergence"}:
@@ -216,19 +219,19 @@ def _is_record(content: dict[str, Any]) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that affects the result."""
+    """Return the versions of the software that affects the result."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     return {"crosshead": version("crosshead"), "python": python_version(), **libraries}
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def store_digest(store: TensorStore, known: Mapping[str, str], advance: Advance = lambda size: None) -> str:
-    """One hash of all tensors, independent of the shards; `known` contains digests that need not be computed."""
+    """Return one SHA-256 of all tensors, independent of their shards; `known` digests are not computed again."""
     digests = stored_digests(store, known, advance)
     rows = sorted(store.entries.items())
     lines = [f"{name} {entry.dtype} {list(entry.shape)} {digests[name]}\n" for name, entry in rows]
@@ -236,7 +239,7 @@ def store_digest(store: TensorStore, known: Mapping[str, str], advance: Advance 
 
 
 def stored_digests(store: TensorStore, known: Mapping[str, str], advance: Advance) -> dict[str, str]:
-    """The digest of every tensor, as the shard writer computes it."""
+    """Return the CRC-32 of every tensor, as `write_shard` computes it; `known` digests are not computed again."""
     digests = {}
     for name in chain.from_iterable(store.shards.values()):
         digests[name] = known.get(name) or digest_of(store.chunks(name))

@@ -1,4 +1,4 @@
-"""Opens a checkpoint in a local folder, on the Hub or in a GGUF file, behind one interface."""
+"""Opens a checkpoint in a local folder, on the Hub or in a GGUF file as a `Source`."""
 
 import hashlib
 import json
@@ -43,25 +43,25 @@ from .tensor_store import TensorStore
 _TEXT_SUFFIXES = ("", ".md", ".txt", ".jinja")
 _TEXT_VOCABULARIES = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"spiece.model"}, {"vocab.json", "merges.txt"})
-"""One of these sets of files is enough for a tokenizer."""
+"""Sets of tokenizer files: a checkpoint must have all files of one set."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to convert."""
+    """A checkpoint that is converted or verified."""
 
     store: TensorStore
-    """Its tensors, by stock names."""
+    """The tensors of the checkpoint, by stock names."""
     config: dict[str, Any]
     """The content of config.json; for a GGUF file, built from its metadata."""
     files: list[Path]
-    """Files to copy: tokenizer, generation config, licence, and the folder of chat templates."""
+    """Paths of the files to copy: tokenizer, generation config, licence, and folders such as the chat templates'."""
     origin: dict[str, str]
-    """The source in conversion.json, without a path of this machine."""
+    """Description of the source in conversion.json, without a path of this machine."""
     fingerprint: str
-    """Changes with the source. Cheap to compute: it depends on file times, not on all bytes."""
+    """Hash that changes with the source. Cheap to compute: it depends on file times, not on all bytes."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a GGUF file that are not in `store` -> the reason."""
+    """Name of a tensor of a GGUF file that is not in `store` -> the reason."""
 
 
 def open_source(
@@ -124,7 +124,7 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 
 
 def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None:
-    """`ConversionError` if a folder has no tokenizer, or no image processor where its model reads images."""
+    """Refuse a folder without a tokenizer, or without an image processor if its model reads images."""
     family = FAMILIES.get(str(config.get("model_type")).removeprefix(PREFIX))
     if family is None:
         return  # refused later
@@ -144,7 +144,7 @@ def _open_gguf(path: Path, scratch: Path) -> Source:
 
 
 def _side_files(folder: Path) -> list[Path]:
-    """The files to copy, by an allow-list: no code, no pickles, no model card."""
+    """Return the files to copy, by an allow-list: no code, no pickles, no model card."""
     files = [folder / name for name in PLAIN_SIDE_FILES if (folder / name).is_file()]
     linked = list(files)
     for name, ending in FOLDERS.items():
@@ -163,7 +163,7 @@ def _side_files(folder: Path) -> list[Path]:
 
 
 def _check_modules(path: Path) -> None:
-    """`ConversionError` if a sentence-transformers model has modules whose files are not copied."""
+    """Refuse a sentence-transformers model with modules whose files are not copied."""
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules if "type" in module]
@@ -178,8 +178,8 @@ def _check_modules(path: Path) -> None:
 
 
 def _check_tokens(files: Sequence[Path], name: str) -> None:
-    """Refuse access tokens in licences and templates; values of JSON objects with a token are removed when copied."""
-    texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    """Refuse access tokens in text files; from JSON objects, they are removed when the files are copied."""
+    texts = [text_file for file in files for text_file in (sorted(file.iterdir()) if file.is_dir() else [file])]
     for file in texts:
         if file in files and file.name in VOCABULARIES | _TEXT_VOCABULARIES:
             continue
@@ -206,11 +206,11 @@ _HUB_ERRORS: dict[type[Exception], str] = {
     LocalEntryNotFoundError: "is not complete in the local Hub cache, and the Hub is not reachable: go online, "
     "without HF_HUB_OFFLINE",
 }
-"""Exceptions of the Hub's client, subclasses first -> the message."""
+"""Exception of huggingface_hub, subclasses first -> the explanation in the message."""
 
 
 def _download(repository: str, revision: str | None, side_files: list[str]) -> tuple[Path, str]:
-    """Download config, safetensors and `side_files` of a model to the Hub's cache; returns folder and commit."""
+    """Download config, safetensors and `side_files` of a model to the Hub's cache; return folder and commit."""
     patterns = [CONFIG, WEIGHTS, INDEX, *side_files]
     try:
         if not is_offline_mode():
@@ -239,7 +239,7 @@ def _check_weights(repository: str, files: list[str]) -> None:
 
 
 def _explain(error: Exception, revision: str | None) -> str:
-    """A message without the error's own text, which may contain signed URLs."""
+    """Return an explanation without the error's own text, which may contain signed URLs."""
     for kind, explanation in _HUB_ERRORS.items():
         if isinstance(error, kind):
             return explanation.format(revision=revision)

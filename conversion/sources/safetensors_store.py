@@ -1,8 +1,8 @@
-"""The tensors of a local safetensors checkpoint: one file, or an index and its shards.
+"""Reads the tensors of a local safetensors checkpoint: one file, or an index and its shards.
 
-Our own reader of the header (eight bytes of length, then JSON), because the safetensors library maps whole files into
-memory. The header is checked before any data is read: for all that the library checks, and for dtypes that cannot be
-converted.
+The header of a file (eight bytes with its length, then JSON) is parsed here, because the safetensors library maps
+whole files into memory. It is checked before any data is read: everything that the library checks, and that all
+dtypes can be converted.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
+"""Maximum size of a header in bytes, as in the safetensors library."""
 _MAX_NAME = 255
 _MAX_BYTES = 2**63
 _MAX_DIMENSIONS = 64  # torch's limit
 OLDER_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""Names in the first BERT checkpoints, which transformers renames, too -> the present ones."""
+"""Endings of tensor names in the first BERT checkpoints -> the present endings. transformers renames them as well."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -40,19 +40,19 @@ class Header:
     """The header of a safetensors file."""
 
     entries: dict[str, Entry]
-    """In the order of their bytes."""
+    """Tensor name -> its entry, in the order of the tensors' bytes."""
     starts: dict[str, int]
     """Tensor name -> offset of its first byte in the file."""
     fingerprint: str
-    """Changes with the file's size, modification time or header."""
+    """Hash of the file's size, modification time and header."""
 
 
 _Span = tuple[int, int, Entry]
-"""The byte range of a tensor, relative to the end of the header."""
+"""Begin and end of a tensor's bytes, relative to the end of the header, and its entry."""
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a safetensors file; `ConversionError` if the file is damaged."""
+    """Read and check the header of a safetensors file; `ConversionError` if the file is damaged."""
     with opened(path) as (descriptor, status):
         size = status.st_size
         if size < LENGTH_BYTES:
@@ -97,7 +97,7 @@ def _parse_tensor(where: str, name: str, value: Any) -> _Span:
         raise ConversionError(f"{where} has shape={shown(shape)}: it must be a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise ConversionError(f"{where} has data_offsets={shown(offsets)}: it must be a list of begin and end")
-    # Without the zeros: a huge shape with a zero in it has zero bytes, but overflows in torch.
+    # Zeros are left out of the product: a huge shape with a zero in it has zero bytes, but overflows in torch.
     if prod(filter(None, shape)) * STORED[dtype].itemsize >= _MAX_BYTES:
         raise ConversionError(f"{where} has shape={shown(shape)}: it is too large for any computer")
     (begin, end), entry = offsets, Entry(name, dtype, tuple(shape))
@@ -128,7 +128,10 @@ def _check_layout(path: Path, spans: list[_Span], start: int, size: int) -> None
 
 
 class SafetensorsStore:
-    """The tensors of a checkpoint folder. The headers are checked here; files are opened for each read."""
+    """The tensors of a checkpoint folder, as a `TensorStore`.
+
+    The headers are read and checked once, at the start. The files are opened again for each read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.places = folder, [folder]
@@ -145,30 +148,30 @@ class SafetensorsStore:
             self._stored_names |= names
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype, in its own memory."""
-        entry, (path, start) = self.entries[name], self._place(name)
+        """Return one tensor in its stored dtype, in memory of its own."""
+        entry, (path, start) = self.entries[name], self._location(name)
         raw = torch.empty(entry.size, dtype=torch.uint8)
         with opened(path) as (descriptor, _):
             fill(raw.numpy().data, descriptor, path, start)
         return raw.view(STORED[entry.dtype]).view(entry.shape)
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one tensor in chunks; each is valid until the next is requested."""
-        path, start = self._place(name)
+        """Return an iterator over the bytes of one tensor in chunks; each is valid until the next is requested."""
+        path, start = self._location(name)
         return chunks_at(path, start, self.entries[name].size)
 
     def fingerprint(self) -> str:
-        """A cheap fingerprint of the weights: each file's name, size, modification time and header."""
+        """Return a cheap fingerprint of the weights: a hash of names, sizes, modification times and headers."""
         lines = [f"{file} {header.fingerprint}\n" for file, header in self._headers.items()]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def _place(self, name: str) -> tuple[Path, int]:
+    def _location(self, name: str) -> tuple[Path, int]:
         file = self._files[name]
         return self.folder / file, self._headers[file].starts[self._stored_names[name]]
 
 
 def _modern(name: str) -> str:
-    """The present name of a tensor."""
+    """Return the present name of a tensor, which may be stored under an older name."""
     for old, new in OLDER_ENDINGS.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -205,13 +208,13 @@ def _read_indexed_headers(folder: Path) -> dict[str, Header]:
         for name in sorted(listed - header.entries.keys()):
             raise ConversionError(f"{index} lists tensor {shown(name)} in {shown(file)}, which does not contain it")
         for name in sorted(header.entries.keys() - listed):
-            place = f"lists it in {shown(files[name])}" if name in files else "does not list it"
-            raise ConversionError(f"{folder / file} contains tensor {shown(name)}, but {INDEX} {place}")
+            fault = f"lists it in {shown(files[name])}" if name in files else "does not list it"
+            raise ConversionError(f"{folder / file} contains tensor {shown(name)}, but {INDEX} {fault}")
     return headers
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Read and check an index; return its map of tensor name -> file name."""
     files = read_object(index, MAX_HEADER, "an index").get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConversionError(f"{index} has weight_map={shown(files)}: it must map tensors to files")
@@ -225,7 +228,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def _is_file_name(file: object) -> bool:
-    """Whether it is the name of a safetensors file, not a path to another folder."""
+    """True if `file` is the plain name of a safetensors file, not a path to another folder."""
     if not isinstance(file, str) or len(file) > _MAX_NAME or not file.isprintable():
         return False
     return Path(file).name == file and file.endswith(".safetensors")

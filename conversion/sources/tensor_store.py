@@ -1,4 +1,4 @@
-"""The interface of a checkpoint's tensors: name, dtype, shape, bytes."""
+"""The interface of a checkpoint's tensors: name, dtype, shape and bytes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""The dtypes of weights that can be converted, by their names in safetensors."""
+"""Dtypes of weights that can be converted, by their names in safetensors."""
 INTEGERS: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -30,18 +30,18 @@ INTEGERS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes of buffers such as position ids, which are copied unchanged."""
+"""Dtypes of buffers such as position ids, which are copied unchanged, by their names in safetensors."""
 STORED = DTYPES | INTEGERS
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored tensor."""
+    """Name, dtype and shape of one stored tensor."""
 
     name: str
     dtype: str
-    """A key of `STORED`."""
+    """Name of the dtype in safetensors, a key of `STORED`."""
     shape: tuple[int, ...]
 
     @property
@@ -51,17 +51,17 @@ class Entry:
 
     @property
     def is_integer(self) -> bool:
-        """Whether it holds integers, so that it is not a weight."""
+        """True if the tensor contains integers, so that it is a buffer and not a weight."""
         return self.dtype in INTEGERS
 
     def dtype_in(self, dtype: str | None) -> str:
-        """Its dtype in a checkpoint whose weights are cast to `dtype`; None keeps the dtypes."""
-        # Small differences between the biases of a router choose experts.
+        """Return the tensor's dtype in a checkpoint whose weights are cast to `dtype`; None keeps all dtypes."""
+        # Biases of routers keep their dtype: small differences between them decide which experts are selected.
         return self.dtype if dtype is None or self.is_integer or self.name.endswith(EXPERT_BIAS) else dtype
 
 
 def shard_names(entries: Mapping[str, Entry], maximum: int) -> dict[str, list[str]]:
-    """Group tensors into shards of at most `maximum` bytes: file name -> tensor names."""
+    """Group tensors into shards of at most `maximum` bytes; return file name -> tensor names."""
     return split_state_dict_into_shards_factory(
         dict(entries),
         get_storage_size=lambda entry: entry.size,
@@ -83,17 +83,17 @@ class TensorStore(Protocol):
 
     @property
     def places(self) -> list[Path]:
-        """The folder or the files of the checkpoint, which must not change."""
+        """The folder or the files of the checkpoint, which must not change during a conversion."""
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype."""
+        """Return one tensor in its stored dtype."""
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one tensor, little-endian and row-major, a few megabytes at a time."""
+        """Yield the bytes of one tensor, little-endian and row-major, about a megabyte at a time."""
 
 
 def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entry:
-    """The entry of a tensor that the config requires; `ConversionError` if it is missing or has another shape."""
+    """Return the entry of a tensor; `ConversionError` if it is missing or does not have the `shape` of the config."""
     entry = store.entries.get(name)
     if entry is None:
         raise ConversionError(f"the tensor {name} is missing: the config requires it with the shape {list(shape)}")

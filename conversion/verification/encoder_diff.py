@@ -1,4 +1,4 @@
-"""Compares the outputs of two encoders on the same text or images. Both are streamed: neither has to fit in memory."""
+"""Compares the outputs of two encoders on the same inputs. Models are streamed: neither has to fit in memory."""
 
 from itertools import count
 from typing import Any
@@ -18,8 +18,9 @@ def compare_encoders(
 ) -> dict[str, Any]:
     """Run both models, one after the other, on windows of tokens (B, T) or on pixel values, and compare the outputs.
 
-    The outputs are logits of image classifiers, else the last hidden states. A cosine is the mean over tokens, and
-    over the mean vectors of windows or images, which sentence encoders use as embeddings.
+    The outputs are logits of image classifiers, otherwise the last hidden states. `token_cosine` is the cosine
+    similarity, mean over tokens; `embedding_cosine` is that of the mean vectors of windows or images, which sentence
+    encoders use as embeddings.
     """
     total = source.depth + target.depth
     done = count(1)
@@ -49,10 +50,10 @@ def _size(inputs: torch.Tensor) -> dict[str, int]:
 
 
 def _classes(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
-    """How far the predictions of classes agree, from logits (B, classes)."""
-    expected, found = (logits.double().log_softmax(-1) for logits in (before, after))
+    """Return KL divergence and agreement of the predicted classes, from logits (B, classes)."""
+    expected, actual = (logits.double().log_softmax(-1) for logits in (before, after))
     return {
-        "kl_divergence": float(functional.kl_div(found, expected, reduction="batchmean", log_target=True)),
+        "kl_divergence": float(functional.kl_div(actual, expected, reduction="batchmean", log_target=True)),
         "class_agreement": float((before.argmax(-1) == after.argmax(-1)).double().mean()),
     }
 

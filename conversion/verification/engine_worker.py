@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 MISSING = 3
-"""The exit status if the engine is not installed."""
+"""Exit status if the engine is not installed."""
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities, greedy tokens, cache and speed of a model folder in vLLM."""
+    """Return log-probabilities, greedy tokens, cache size and speed of a model folder in vLLM."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the cache of the engine can be read here
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -47,7 +47,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": vllm.__version__,
         "logprobs": [
-            [each[token].logprob for token, each in zip(tokens[1:], result.prompt_logprobs[1:], strict=True)]
+            [logprobs[token].logprob for token, logprobs in zip(tokens[1:], result.prompt_logprobs[1:], strict=True)]
             for tokens, result in zip(job["prompts"], scored, strict=True)
         ],
         "tokens": [list(result.outputs[0].token_ids) for result in generated],
@@ -58,13 +58,16 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
-    """The same of a GGUF file in llama.cpp; `engines.py` reads the size of the cache from the log."""
+    """Return log-probabilities, greedy tokens and speed of a GGUF file in llama.cpp.
+
+    `engines.py` reads the size of the cache from the log.
+    """
     import llama_cpp
     import numpy
 
     length = max(map(len, job["prompts"])) + job["new_tokens"]
-    cached = llama_cpp.GGML_TYPE_F32 if job["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
-    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=cached, type_v=cached, verbose=True)
+    kv_type = llama_cpp.GGML_TYPE_F32 if job["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
+    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=kv_type, type_v=kv_type, verbose=True)
 
     def last_logprobs(count: int) -> Any:
         logits = numpy.array(model.scores[model.n_tokens - count : model.n_tokens], dtype=numpy.float64)
@@ -75,9 +78,9 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     for prompt in job["prompts"]:
         model.reset()
         model.eval(prompt)
-        found = last_logprobs(len(prompt))
-        logprobs.append([float(found[i, token]) for i, token in enumerate(prompt[1:])])
-        tokens = [int(found[-1].argmax())]
+        prompt_logprobs = last_logprobs(len(prompt))
+        logprobs.append([float(prompt_logprobs[i, token]) for i, token in enumerate(prompt[1:])])
+        tokens = [int(prompt_logprobs[-1].argmax())]
         started = time.perf_counter()
         while len(tokens) < job["new_tokens"]:
             model.eval(tokens[-1:])

@@ -31,14 +31,15 @@ from .reload import agreement
 from .verify import folder_of, read_sample, refuse_foreign_code
 
 ENGINES = {"vllm": "vllm", "llama.cpp": "llama-cpp-python"}
-"""Engine -> the package to install."""
+"""Engine -> the package that provides it."""
 WORKER = Path(__file__).with_name("engine_worker.py")
 PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 4, 64, 64
 LLAMA_CPP_CACHE = re.compile(r"size = +([\d.]+) MiB \( *(\d+) cells")
-"""In llama.cpp's log: the size of the cache, and its tokens."""
+"""Matches the size of a KV cache and its number of tokens (cells) in llama.cpp's log."""
 LLAMA_CPP_ERROR = re.compile(r"error loading model: (?:error loading model )?(.+)")
+"""Matches the reason of an error in llama.cpp's log."""
 HIDDEN = ("PYTHONPATH", "PYTHONHOME")
-"""Variables of this process that do not concern another interpreter."""
+"""Environment variables of this process that must not reach another interpreter."""
 
 
 def verify_in_engine(
@@ -52,42 +53,42 @@ def verify_in_engine(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Run a model and its source in an engine; the report is also written to the record of the model's conversion.
+    """Run a model and its source in an engine, and return the report, which is also added to the conversion's record.
 
-    vLLM runs folders; llama.cpp runs GGUF files, and folders are folded to such files. `python` is the interpreter of
-    the environment with the engine.
+    vLLM runs folders. llama.cpp runs GGUF files, to which folders are folded first. `python` is the interpreter of the
+    environment with the engine.
     """
     if engine not in ENGINES:
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
     with tempfile.TemporaryDirectory() as scratch:
-        opened = {
+        checkpoints = {
             "source": open_source(source, revision, scratch=Path(scratch, "source"), further_files=["*.py"]),
             "model": open_source(model, scratch=Path(scratch, "model"), further_files=["*.py"]),
         }
-        _check_decoder(opened["source"], engine)
-        sample = read_sample(opened["source"], None if text is None else expanded(text))
+        _check_decoder(checkpoints["source"], engine)
+        sample = read_sample(checkpoints["source"], None if text is None else expanded(text))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
-        for done, (role, checkpoint) in enumerate(opened.items(), 1):
+        for done, (role, checkpoint) in enumerate(checkpoints.items(), 1):
             if not trust_remote_code:
                 refuse_foreign_code(checkpoint)
-            place = _runnable(checkpoint, engine, Path(scratch, role))
+            model_path = _runnable(checkpoint, engine, Path(scratch, role))
             config = checkpoint.config if engine == "vllm" else {}  # llama.cpp's cache is float16 by default
-            results[role] = run_engine(engine, place, prompts, config, python)
+            results[role] = run_engine(engine, model_path, prompts, config, python)
             texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
             results[role]["greedy_text"] = texts[0]
-            progress(f"running in {engine}", done, len(opened), role)
+            progress(f"running in {engine}", done, len(checkpoints), role)
     report = compared(results) | {"text": sample.text}
-    local = folder_of(opened["model"]) or Path(model)
-    place = record_file(local, kind_of(opened["model"].config) == "stock")
-    if opened["model"].origin["kind"] != "hub" and (record := read_record(place)):
+    path = folder_of(checkpoints["model"]) or Path(model)
+    record_path = record_file(path, kind_of(checkpoints["model"].config) == "stock")
+    if checkpoints["model"].origin["kind"] != "hub" and (record := read_record(record_path)):
         with suppress(OSError):  # a published folder may be read-only
-            write_json(place, record | {"engines": record.get("engines", {}) | {engine: report}})
+            write_json(record_path, record | {"engines": record.get("engines", {}) | {engine: report}})
     return {"engine": {"name": engine, **report}}
 
 
 def _check_decoder(source: Source, engine: str) -> None:
-    """`ConversionError` for a model that does not predict the next token of a text."""
+    """Refuse a model that does not predict the next token of a text."""
     model_type = str(source.config.get("model_type"))
     family = FAMILIES.get(model_type.removeprefix(PREFIX))
     if family is not None and family.is_encoder:
@@ -98,7 +99,7 @@ def _check_decoder(source: Source, engine: str) -> None:
 
 
 def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The measurements of both models side by side."""
+    """Return the measurements of both models side by side."""
     report: dict[str, Any] = {"version": results["model"]["version"]}
     logprobs = {role: [*chain.from_iterable(result["logprobs"])] for role, result in results.items()}
     for role, result in results.items():
@@ -113,7 +114,10 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def run_engine(
     engine: str, model: Path, prompts: list[list[int]], config: Mapping[str, Any], python: str | Path | None = None
 ) -> dict[str, Any]:
-    """One model's results, as `engine_worker.py` writes them; vLLM and llama.cpp's cache in the dtype of `config`."""
+    """Run a model in an engine and return the results of `engine_worker.py`.
+
+    The model in vLLM, or the KV cache in llama.cpp, has the dtype in `config`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
         content = {
@@ -128,36 +132,36 @@ def run_engine(
         job.write_text(json.dumps(content), encoding="utf-8")
         interpreter = os.path.abspath(expanded(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
-        # An empty home: a config cannot name code of another repository that lies in the user's cache.
+        # An empty cache: a config must not be able to load another repository's code from the user's cache.
         home = str(Path(scratch, "home"))
         environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules"}
         environment.pop("HF_HUB_CACHE", None)
         command = [interpreter, "-P", str(WORKER), str(job)]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
             )
         except OSError as error:
             raise ConversionError(f"--engine-python {interpreter} cannot be started: {error.strerror}") from error
-        log = done.stderr.decode(errors="replace")
-        if done.returncode == MISSING:
+        log = process.stderr.decode(errors="replace")
+        if process.returncode == MISSING:
             raise ConversionError(
                 f"{engine} is not installed for {interpreter}: run `pip install {ENGINES[engine]}`, or name the "
                 "interpreter of another environment with --engine-python"
             )
-        if done.returncode:
+        if process.returncode:
             lines = LLAMA_CPP_ERROR.findall(log) or [line for line in log.splitlines() if line.strip()]
-            reason = lines[-1] if lines else f"it ended with status {done.returncode}"
+            reason = lines[-1] if lines else f"it ended with status {process.returncode}"
             raise ConversionError(f"{engine} cannot run {model}: {reason}")
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     if engine == "llama.cpp":
         sizes = [(float(size) * 2**20 / int(cells)) for size, cells in LLAMA_CPP_CACHE.findall(log)]
-        found["kv_bytes_per_token"] = sum(sizes) if sizes else None
-    return found
+        report["kv_bytes_per_token"] = sum(sizes) if sizes else None
+    return report
 
 
 def _runnable(checkpoint: Source, engine: str, scratch: Path) -> Path:
-    """The folder or file that the engine loads; a folder is folded to a GGUF file for llama.cpp."""
+    """Return the folder or file that the engine loads; for llama.cpp, a folder is folded to a GGUF file."""
     folder = folder_of(checkpoint)
     if engine == "vllm":
         if folder is None:

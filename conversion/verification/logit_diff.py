@@ -1,4 +1,4 @@
-"""Compares the logits of two models on the same text. Both are streamed: neither has to fit in memory."""
+"""Compares the logits of two models on the same text. Models are streamed: neither has to fit in memory."""
 
 from dataclasses import dataclass
 from itertools import count, product
@@ -12,32 +12,32 @@ from crosshead.common.progress import Advance
 from ..calibration.streamed_model import StreamedModel
 
 POSITIONS = 64
-"""The number of positions whose logits are computed at a time: those of a whole window can be gigabytes."""
+"""Number of positions whose logits are computed at a time: the logits of a whole window can be gigabytes."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference between source and target, on the source's vocabulary."""
+    """Differences between source and target on the same tokens, over the source's vocabulary."""
 
     windows: int
     window_length: int
     greatest_logit_difference: float
     mean_logit_difference: float
-    """Of absolute differences."""
+    """Mean absolute difference of all logits."""
     largest_logit: float
-    """Of the source, by absolute value: the scale of the differences."""
+    """Largest absolute logit of the source, the scale of the differences."""
     kl_divergence: float
-    """From the source's predictions to the target's, mean over positions, in nats."""
+    """KL divergence KL(source || target) of the predicted distributions in nats, mean over positions."""
     loss_before: float
     loss_after: float
     perplexity_before: float
     perplexity_after: float
     greedy_agreement: float
-    """The share of positions with the same most likely token."""
+    """Fraction of positions with the same most likely token."""
 
 
 def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of logits (n, vocabulary): maximum and mean difference, largest logit, KL divergence, agreement; (n, 5)."""
+    """Return maximum and mean difference, largest logit, KL divergence, agreement (n, 5) of logits (n, vocabulary)."""
     difference, agreed = (source - target).abs().double(), source.argmax(-1) == target.argmax(-1)
     before, after = source.double().log_softmax(-1), target.double().log_softmax(-1)
     divergence = functional.kl_div(after, before, reduction="none", log_target=True).sum(-1)
@@ -64,9 +64,9 @@ def compare(
             expected = _finite(source_head(before[window, start:end]), "source")
             logits = _finite(target_head(after[window, start:end]), "converted model")[:, : expected.shape[1]]
             rows.append(_rows(expected, logits))
-            labels = tokens[window, start + 1 : end + 1].to(logits.device)  # at the end of the text, one fewer
-            both = (each[: len(labels)].double() for each in (expected, logits))
-            losses.append(torch.stack([functional.cross_entropy(each, labels, reduction="none") for each in both]))
+            labels = tokens[window, start + 1 : end + 1].to(logits.device)  # the last token has no label
+            both = (values[: len(labels)].double() for values in (expected, logits))
+            losses.append(torch.stack([functional.cross_entropy(values, labels, reduction="none") for values in both]))
     greatest, mean, loss = torch.cat(rows).amax(0), torch.cat(rows).mean(0), torch.cat(losses, dim=1).mean(1)
     return Comparison(
         windows=len(tokens),

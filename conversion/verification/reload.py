@@ -1,4 +1,4 @@
-"""Loads a finished folder in a clean process, without crosshead, network and caches."""
+"""Loads a finished folder in a clean process: without crosshead, without network and without caches."""
 
 import json
 import os
@@ -32,8 +32,9 @@ def reload_check(
 ) -> dict[str, Any]:
     """Load a stock or crosshead folder from its own files alone, and run it on tokens (B, T) or pixel values.
 
-    Its logits, or an encoder's last hidden states, are compared with what `expected` returns. For a model that does
-    not fit in memory only names and shapes are loaded, as "checked" reports. `ConversionError` if loading fails.
+    Its logits, or an encoder's last hidden states, are compared with the result of `expected`. If the model does not
+    fit in memory, only names and shapes are loaded; "checked" in the report says so. `ConversionError` if loading
+    fails.
     """
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -62,7 +63,7 @@ def reload_check(
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:
-    """The share of equal tokens in two sets of continuations."""
+    """Return the fraction of equal tokens in two sets of continuations."""
     pairs = [pair for both in zip(one, other, strict=True) for pair in zip(*both, strict=True)]
     return sum(left == right for left, right in pairs) / len(pairs)
 
@@ -73,14 +74,14 @@ def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
     request.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
     settings = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
     settings |= {"HF_HUB_CACHE": f"{home}/hub", "HUGGINGFACE_HUB_CACHE": f"{home}/hub"}
-    # This process may have found its libraries by a changed sys.path, which the cleaner option -I would ignore.
+    # This process may have found its libraries through a changed sys.path, which the stricter option -I would ignore.
     settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
     command = [sys.executable, "-P", str(WORKER), str(request)]
-    done = subprocess.run(
+    worker = subprocess.run(
         command, cwd=scratch, env=os.environ | settings, stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"
+    if worker.returncode:
+        lines = worker.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if worker.returncode == 1 else f"it ended with status {worker.returncode} (out of memory?)"
         raise ConversionError(f"{folder} does not load in a clean process: {reason}")
     return json.loads(result.read_text(encoding="utf-8"))

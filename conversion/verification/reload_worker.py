@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Report all tensors that do not fit, instead of raising an error for the first one."""
+"""Makes transformers report all tensors that do not fit, instead of raising an error for the first one."""
 
 
 def load_weights(auto_class: Any, folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model in float32, and the loading info of transformers."""
+    """Load the model in float32; return it with the loading info of transformers."""
     return auto_class.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
 
 
 def load_shapes(
     auto_class: Any, folder: Path, trusted: dict[str, Any], shapes: dict[str, list[int]]
 ) -> tuple[Any, dict[str, Any]]:
-    """The same without values, from tensors on the meta device."""
+    """Load names and shapes only, from tensors on the meta device; return the model with the loading info."""
     config = AutoConfig.from_pretrained(folder, **trusted)
     with torch.device("meta"):
         model_class: Any = type(auto_class.from_config(config, **trusted))
@@ -36,7 +36,7 @@ def load_shapes(
 
 
 def tensor_report(info: dict[str, Any]) -> dict[str, Any]:
-    """Names of tensors that do not fit."""
+    """Return the names of the tensors that do not fit, by kind."""
     return {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
@@ -46,13 +46,16 @@ def tensor_report(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def unloaded(model: Any) -> list[str]:
-    """Names of tensors without values."""
+    """Return the names of the tensors that are still on the meta device, without values."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return sorted(name for name, tensor in named if tensor.is_meta)
 
 
 def model_inputs(config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Inputs for sequences (B, T): an encoder and a decoder read half each, the latter from its start token."""
+    """Return the model's inputs for sequences (B, T).
+
+    An encoder-decoder reads the first half in the encoder and the second half, after a start token, in the decoder.
+    """
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": tokens}
     half = tokens.shape[1] // 2
@@ -62,20 +65,20 @@ def model_inputs(config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def start_token(config: Any) -> int:
-    """The token that a decoder starts with, by default that of padding."""
+    """Return the token that a decoder starts with; by default the padding token."""
     start = getattr(config, "decoder_start_token_id", None)
     return int(config.pad_token_id or 0 if start is None else start)
 
 
 @torch.no_grad()
 def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """Greedy continuations of sequences (B, T)."""
+    """Return greedy continuations of sequences (B, T)."""
     model.generation_config = GenerationConfig()  # the folder's own may sample, penalise or stop
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     start = tokens.shape[1]
     if model.config.is_encoder_decoder:
         tokens, start = model_inputs(model.config, tokens)["input_ids"], 1
-        # transformers makes a cache for as many layers of the decoder as the encoder has.
+        # transformers creates the decoder's cache with as many layers as the encoder has.
         is_cached = model.config.num_hidden_layers >= model.config.num_decoder_layers
         options |= {"decoder_start_token_id": start_token(model.config), "use_cache": is_cached}
     generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
@@ -84,9 +87,9 @@ def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list
 
 @torch.no_grad()
 def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
-    """Write the outputs for sequences (B, T) or pixel values to a file; return continuations of the sequences.
+    """Write the outputs for sequences (B, T) or pixel values to a file; return greedy continuations of the sequences.
 
-    The outputs are logits, or hidden states of text encoders and of models without a head.
+    The outputs are logits, or last hidden states of text encoders and of models without a head.
     """
     model.eval()
     generates = model.can_generate()
@@ -94,8 +97,8 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
         outputs = [model(image[None]) for image in tokens]
     else:
         run = model if generates else model.base_model
-        outputs = [run(**model_inputs(model.config, each[None])) for each in tokens]
-    save_file({"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits)
+        outputs = [run(**model_inputs(model.config, sequence[None])) for sequence in tokens]
+    save_file({"logits": torch.cat([out.get("logits", out.get("last_hidden_state")) for out in outputs])}, logits)
     if not generates:
         return {}
     continuations = continue_greedily(model, tokens, new_tokens)
@@ -119,7 +122,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["crosshead"] = None  # type: ignore[assignment]  # any import of it fails
+    sys.modules["crosshead"] = None  # type: ignore[assignment]  # makes any import of crosshead fail
     try:
         main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     except Exception as error:  # the folder's code and files may raise any error; it is printed as one line

@@ -1,4 +1,4 @@
-"""The allowed difference of a conversion from its source: none but rounding, approximate, or any."""
+"""The allowed difference between a converted model and its source."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,37 +17,43 @@ APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
     "explicit": lambda settings: not settings["norm"],  # component heads are fitted
     "mixture": lambda settings: settings["gate_scale"] == "unit" or settings["gate"] == "binary",
 }
-"""Mechanism -> whether it approximates the source with these settings."""
+"""Mechanism -> function of its settings: True if a conversion with these settings approximates the source."""
 EXACT: dict[str, Callable[[Settings], bool]] = {
     "differential": lambda settings: settings["version"] == 2 or (settings["half_values"] and not settings["norm"]),
     "bilinear": lambda settings: True,
 }
-"""Mechanism -> whether a conversion with these settings gives the source's outputs, but a new model does not."""
+"""Mechanism -> function of its settings: True if a conversion with these settings gives the source's outputs.
+
+These settings are not neutral in a new model: the conversion makes them so.
+"""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The maximum difference of a model from its source."""
+    """The maximum allowed difference of a model from its source."""
 
     logits: float | None
-    """Maximum difference of logits (of hidden states of encoders), relative to the largest; None for any."""
+    """Maximum difference of logits (hidden states of encoders), relative to the largest one; None allows any."""
     divergence: float
-    """KL divergence in nats, mean over positions."""
+    """Maximum KL divergence in nats, mean over positions."""
 
 
 SAME = Tolerance(1e-5, 1e-5)
-"""For the same arithmetic."""
+"""Tolerance of a model that computes with the same arithmetic as its source."""
 ROUNDING = {
     "F64": Tolerance(1e-4, 1e-5),
     "F32": Tolerance(1e-4, 1e-5),
     "F16": Tolerance(2e-2, 1e-2),
     "BF16": Tolerance(1e-1, 1e-2),
 }
-"""For additional rounding to a dtype; the coarsest last."""
+"""Tolerance of a model with values that are additionally rounded to a dtype; the coarsest dtype is the last."""
 
 
 def starts_neutral(config: Any, allow_inexact: bool) -> bool:
-    """Whether every mechanism starts neutral; `ConversionError` if one is not even approximate, unless allowed."""
+    """True if a conversion to this config gives the source's outputs.
+
+    `ConversionError` if a mechanism does not even approximate them, unless `allow_inexact`.
+    """
     is_neutral = True
     for layer in attention_layers(config):
         layout = mixers_layout(config, layer)
@@ -64,24 +70,24 @@ def starts_neutral(config: Any, allow_inexact: bool) -> bool:
 
 
 def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
-    """The tolerance of a result that should equal its source, given the dtypes to which values are rounded."""
+    """Return the tolerance of a result that should equal its source, for the dtypes to which values are rounded."""
     dtypes = set(rounded_to)
     if not dtypes:
         return SAME
     coarsest = ROUNDING[max(dtypes, key=list(ROUNDING).index)]
-    # Rounding may route a token to another expert, which changes its logits by any amount.
+    # Rounding may route a token to another expert, which can change its logits by any amount.
     return replace(coarsest, logits=None) if family_of(config).experts else coarsest
 
 
 def recorded_tolerance(record: Mapping[str, Any]) -> Tolerance:
-    """The tolerance in a model's own record, which allows no more than the coarsest of this crosshead."""
+    """Return the tolerance in a model's record, limited to the coarsest tolerance of this crosshead version."""
     coarsest, recorded = ROUNDING["BF16"], Tolerance(**record)
     logits = recorded.logits if recorded.logits is None else min(recorded.logits, coarsest.logits or inf)
     return Tolerance(logits, min(recorded.divergence, coarsest.divergence))
 
 
 def check_equal(measured: Mapping[str, Any], limit: Tolerance | None) -> None:
-    """`ConversionError` if the measured differences exceed the tolerance."""
+    """Raise `ConversionError` if the measured differences exceed the tolerance."""
     if limit is None:
         return
     kind = "hidden" if "largest_hidden" in measured else "logit"

@@ -47,10 +47,11 @@ from .tolerances import Tolerance, check_equal, recorded_tolerance
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
 RELOADED = 1e-5
-"""Maximum logit difference between this process and the clean one, relative to the largest logit."""
+"""Maximum logit difference between this process and the clean process, relative to the largest logit."""
 KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
-"""Or, of a T5, which need not have one, the query projection."""
+"""Endings of tensors with the dtype of the cache: key projections, or a T5's query projection."""
 FAULTS = ("missing", "unexpected", "mismatched", "errors", "unloaded")
+"""Kinds of tensors that do not load correctly, as `reload_worker.py` reports them."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,21 @@ class Sample:
     """The text or the images on which models are compared."""
 
     tokens: torch.Tensor
-    """Windows (B, T), or pixel values (B, channels, height, width)."""
+    """Token windows (B, T), or pixel values (B, channels, height, width)."""
     text: str
-    """The name of the text or of the images in the record."""
+    """Name of the text or of the images in the record."""
 
     @property
     def prompts(self) -> torch.Tensor:
-        """The part on which the model runs in a clean process."""
+        """The part of the sample on which the model runs in a clean process."""
         prompts = self.tokens[:PROMPTS]
         return prompts if prompts.is_floating_point() else prompts[:, :PROMPT_LENGTH]
 
 
 def read_sample(source: Source, text: Path | None) -> Sample:
-    """A text file, or else the part of the default text that calibration does not read.
+    """Return windows of a text file, or by default of the part of the default text that calibration does not read.
 
-    For a model that reads images, those of a folder, or else random pixel values.
+    For a model that reads images, return the images of a folder, or by default random pixel values.
     """
     config = read_config(source.config, kind_of(source.config), source.origin["name"])
     if family_of(config).reads_images:
@@ -97,13 +98,13 @@ def verify(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Compare a model with its source; the report is also written to the record of its conversion, if there is one.
+    """Compare a model with its source, and return the report, which is also added to the conversion's record, if any.
 
-    The model is loaded in a clean process, which runs the code in its folder. Code that differs from this crosshead's
-    own runs only with `trust_remote_code`.
+    The model is loaded in a clean process, which runs the code in its folder. Code that differs from the code of this
+    crosshead version runs only with `trust_remote_code`.
 
-    `ConversionError` if the two differ although they should be equal: after a neutral conversion or a fold, without
-    training since.
+    `ConversionError` if the models differ although they should be equal: after a neutral conversion or a fold that was
+    not followed by training.
     """
     if device not in ("cpu", "cuda"):
         raise ConversionError(f"--device {device} is not allowed: use cpu or cuda")
@@ -114,10 +115,10 @@ def verify(
         if not trust_remote_code:
             refuse_foreign_code(converted)
         sample = read_sample(origin, None if text is None else expanded(text))
-        local = folder_of(converted)
-        place = None if local is None else record_file(local, kind_of(converted.config) == "stock")
-        record = {} if place is None else read_record(place)
-        total = sum(entry.size for each in (origin, converted) for entry in each.store.entries.values())
+        folder = folder_of(converted)
+        record_path = None if folder is None else record_file(folder, kind_of(converted.config) == "stock")
+        record = {} if record_path is None else read_record(record_path)
+        total = sum(entry.size for checkpoint in (origin, converted) for entry in checkpoint.store.entries.values())
         advance = Counter(progress, "checking", total).add
         if record and record["source"]["digest"] != store_digest(origin.store, {}, advance):
             raise ConversionError(
@@ -128,9 +129,9 @@ def verify(
         tolerance = None if allowed is None else recorded_tolerance(allowed)
         measured = measure(origin, converted, sample, tolerance, progress, device)
         measured["tensors"] |= {"changed_since_conversion": len(changed)} if record else {}
-        if place is not None and record and converted.origin["kind"] == "folder":
+        if record_path is not None and record and converted.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
-                write_json(place, record | {"verification": measured})
+                write_json(record_path, record | {"verification": measured})
         check_equal(measured, tolerance)
         return {"verification": measured}
 
@@ -149,7 +150,7 @@ def verify_folder(
 def measure(
     source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str
 ) -> dict[str, Any]:
-    """All measurements of a model and its source; the tolerance is not applied."""
+    """Return all measurements of a model and its source; differences beyond the tolerance are no error here."""
     (before, _), (after, tensors) = checked_model(source), checked_model(model)
     streamed = _streamed(source, before, model, after, device)
     on_cpu, _ = _streamed(source, before, model, after)  # as the clean process computes
@@ -163,7 +164,7 @@ def measure(
 def measure_logits(
     source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
-    """The measurements that need no folder; the tolerance is not applied."""
+    """Return the measurements that need no folder; differences beyond the tolerance are no error here."""
     (before, _), (after, tensors) = checked_model(source), checked_model(model)
     return _compared(_streamed(source, before, model, after), tensors, sample, tolerance, progress)
 
@@ -184,24 +185,24 @@ def _compared(
 ) -> dict[str, Any]:
     advance = partial(progress, "comparing")
     if predicts_tokens(streamed[0].config):
-        found = asdict(compare(*streamed, sample.tokens, advance))
+        result = asdict(compare(*streamed, sample.tokens, advance))
     else:
-        found = compare_encoders(*streamed, sample.tokens, advance)
-    return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **found}
+        result = compare_encoders(*streamed, sample.tokens, advance)
+    return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **result}
 
 
 def _needs_eager(config: Any) -> bool:
-    """Whether a mechanism replaces the attention function, so that only eager attention gives identical results."""
+    """True if a mechanism replaces the attention function, so that only eager attention gives identical results."""
     return hasattr(config, "mixers") and "talking" in config.mechanisms()
 
 
 def folder_of(checkpoint: Source) -> Path | None:
-    """The folder of a safetensors checkpoint; None for GGUF files."""
+    """Return the folder of a safetensors checkpoint; None for GGUF files."""
     return checkpoint.store.folder if isinstance(checkpoint.store, SafetensorsStore) else None
 
 
 def refuse_foreign_code(model: Source) -> None:
-    """`ConversionError` if verification would run code that this crosshead did not write."""
+    """Refuse a model if verification would run code that this crosshead version did not write."""
     folder = folder_of(model)
     file = foreign_code(folder) if folder is not None and code_references(folder) else None
     if file is not None:
@@ -212,7 +213,7 @@ def refuse_foreign_code(model: Source) -> None:
 
 
 def checked_model(checkpoint: Source) -> tuple[Any, dict[str, int]]:
-    """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
+    """Return the config of a checkpoint and its tensor counts; `ConversionError` if tensors do not fit the config."""
     config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
     shapes = tensor_shapes(config, checkpoint.store.entries)
     check_source(checkpoint.store, shapes, tied_tensors(config))
@@ -220,7 +221,7 @@ def checked_model(checkpoint: Source) -> tuple[Any, dict[str, int]]:
 
 
 def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
-    """Bytes of KV cache per token, in the dtype of the key projection; an encoder has no cache."""
+    """Return the bytes of KV cache per token, in the dtype of the key projection; 0 for an encoder."""
     if not decodes(config):
         return 0
     stored = next(entry.dtype for name, entry in entries.items() if name.endswith(KEY_PROJECTIONS))
@@ -230,11 +231,11 @@ def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
 
 
 def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor) -> dict[str, Any]:
-    """Load the folder in a clean process, compare its logits with this process, and its text with the source's."""
+    """Load the folder in a clean process; compare its logits with this process, its greedy text with the source."""
     name, folder = model.origin["name"], folder_of(model)
     if folder is None:
         raise ConversionError(f"{name} is not a safetensors folder: give the result of a conversion")
-    # With the attention that `from_pretrained` chooses. A model that is not loaded whole need not run again.
+    # With the attention that `from_pretrained` chooses. Not computed if the worker loads names and shapes only.
     expected = cache(lambda: final_logits(stream(model.store, config), prompts))
     report = reload_check(folder, prompts, expected, auto_class(config))
     faults = {kind: report.pop(kind) for kind in FAULTS if kind in report}  # fewer kinds for names and shapes only
@@ -259,12 +260,12 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
 
 @torch.no_grad()
 def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (B, T, vocabulary) or (B, classes), or last hidden states (B, T, hidden)."""
+    """Return logits (B, T, vocabulary) or (B, classes), or last hidden states (B, T, hidden)."""
     with model.head() as head:
         return head(model.run(tokens))
 
 
 def changed_tensors(model: Source, record: Mapping[str, Any], advance: Advance) -> set[str]:
-    """The tensors that differ from those that the conversion wrote: after training, or if the files are damaged."""
+    """Return the tensors that differ from the conversion's output: after training, or if the files are damaged."""
     written = {name: tensor["crc32"] for name, tensor in record["tensors"].items()}
     return {name for name, _ in written.items() ^ stored_digests(model.store, {}, advance).items()}

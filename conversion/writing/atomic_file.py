@@ -1,8 +1,8 @@
 """Atomic output of one file and its record: the target is replaced only after both are fully written.
 
-They are written into the working directory `.<name>.crosshead-partial` next to the target and moved at the end, the
-record last. A run that fails leaves nothing. The next run for the target removes the files of a killed one, and moves
-the record of a file that was already moved.
+Both are written into the working directory `.<name>.crosshead-partial` next to the target and moved at the end, the
+record last. A run that fails leaves nothing. After a run that was killed, the next run for the target removes its
+files; if the file was already moved, the next run moves the record as well.
 """
 
 import os
@@ -17,7 +17,7 @@ from .work_folder import locked, parents_of, remove, work_folder
 
 @contextmanager
 def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> Iterator[tuple[Path, Path]]:
-    """Yield the paths to write the file and its record to. Only a file that begins with `magic` is overwritten."""
+    """Yield the temporary paths of the file and its record. Only a target that begins with `magic` is overwritten."""
     target = Path(os.path.abspath(target))
     work = work_folder(target)
     paths = work / target.name, work / record.name
@@ -29,8 +29,8 @@ def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> It
             try:
                 yield paths
                 check_file(target, magic, overwrite)
-                for path, place in moves.items():
-                    path.replace(place)
+                for path, destination in moves.items():
+                    path.replace(destination)
             finally:
                 _settle(work, moves)
     except OSError as error:
@@ -38,10 +38,10 @@ def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> It
 
 
 def _settle(work: Path, moves: dict[Path, Path]) -> None:
-    """Finish an interrupted move, and remove all files but the lock."""
-    (file, _), (record, place) = moves.items()
+    """Finish an interrupted move, and remove all files but the lock from the working directory."""
+    (file, _), (record, destination) = moves.items()
     if record.exists() and not file.exists():
-        record.replace(place)
+        record.replace(destination)
     for path in work.iterdir():
         if path.name != "lock":
             remove(path)

@@ -6,10 +6,10 @@ Everything is written into the working directory `.<name>.crosshead-partial` nex
     lock           locked during a run: a second run for the same target is refused
     journal.json   the fingerprint of the conversion, and the digests of the finished weight files
     model/         the new content of the target
-    siblings/      files that are moved next to the target after it
+    siblings/      files that are moved next to the target, after the model
     publish.json   present while files are moved into an existing target: the old model's files, to be removed
 
-and files that a run caches for the next one. At the end `model/` is renamed to the target. If the target is an
+and files that a run caches for the next run. At the end `model/` is renamed to the target. If the target is an
 existing folder, the files are moved into it, config.json last, and files that are not part of the old model stay. A
 run that fails or is killed leaves its finished files. The next run of the same conversion uses those that still match
 the journal; another conversion is refused without `restart`. The next run also finishes an interrupted move. Nothing
@@ -33,11 +33,13 @@ from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
 
 Digests = dict[str, str]
+"""Tensor name -> CRC-32."""
 Fingerprint = Mapping[str, Any]
-"""Equal for runs that write the same bytes; as JSON."""
+"""JSON object that is equal for runs that write the same bytes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error codes of a full disk and of an exceeded quota."""
 _IGNORED = {SUFFIX, "lost+found"}
-"""Names in a folder that counts as empty: a working directory, and one that file systems create."""
+"""Names that an empty folder may contain: the working directory, and a folder that file systems create."""
 
 
 class AtomicOutput:
@@ -45,11 +47,11 @@ class AtomicOutput:
 
     def __init__(self, target: Path, fingerprint: Fingerprint, overwrite: bool) -> None:
         self.work = work_folder(target)
-        """The working directory. Files here are not published, and found by the next run of the same conversion."""
+        """The working directory. Files in it are not published; the next run of the same conversion finds them."""
         self.folder = self.work / "model"
-        """The folder to write to."""
+        """The folder to which the model is written."""
         self.finished: dict[str, Digests] = {}
-        """Finished weight files -> the digests of their tensors."""
+        """File name of a finished weight file -> the CRC-32 of its tensors."""
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
         self._siblings = self.work / "siblings"
@@ -86,21 +88,21 @@ class AtomicOutput:
             raise
 
     def sibling(self, name: str) -> Path:
-        """The path to write a file to that is published next to the target."""
+        """Return the path to which to write a file that is published next to the target."""
         self._siblings.mkdir(exist_ok=True)
         return self._siblings / name
 
     def check_space(self, minimum: int, cached: int) -> None:
-        """`ConversionError` if the disk lacks `minimum` bytes for the target and `cached` bytes for cached files.
+        """Raise `ConversionError` if the disk lacks `minimum` bytes for the target and `cached` for cached files.
 
-        Files of an earlier run count as written.
+        Files of an earlier run count as already written.
         """
         files = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
         written, written_cached = [sum(path.stat().st_size for path in paths) for paths in files]
         check_free(self.work, self._target, max(minimum - written, 0) + max(cached - written_cached, 0))
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
-        """Declare the weight files: keeps the intact ones, removes all other files, and checks the free space."""
+        """Declare the weight files: keep the intact ones, remove all other files, and check the free space."""
         intact = {}
         for path in self.folder.iterdir():
             digests, entries = self.finished.get(path.name), shards.get(path.name)
@@ -108,7 +110,7 @@ class AtomicOutput:
                 intact[path.name] = digests
             else:
                 remove(path)
-        self.finished = intact  # only now: an interruption of the loop removes files that are not in `finished`
+        self.finished = intact  # after the loop: if it is interrupted, files that are not in `finished` are removed
         self._write_journal()
         sizes = {file: shard_size(entries) for file, entries in shards.items()}
         self._total = sum(sizes.values())
@@ -120,7 +122,7 @@ class AtomicOutput:
         self._write_journal()
 
     def publish(self) -> list[str]:
-        """Move the complete model to the target; returns the names of files there that are not part of a model."""
+        """Move the complete model to the target; return the names of files there that are not part of a model."""
         check_target(self._target, self._overwrite)
         others: list[str] = []
         if self._target.is_dir():
@@ -133,7 +135,7 @@ class AtomicOutput:
         return others
 
     def _move_in(self, old: Sequence[str]) -> None:
-        """Replace the old model's files. config.json moves last, so that a mixture of both models cannot be loaded."""
+        """Replace the files `old`. config.json moves last, so that a mixture of both models cannot be loaded."""
         config = self.folder / CONFIG
         if not config.exists():  # moved by a run that was interrupted later
             return
@@ -147,14 +149,14 @@ class AtomicOutput:
         move(config, self._target / CONFIG)
 
     def discard(self) -> None:
-        """Remove all files but the lock; first those that belong next to the model, publish.json last."""
+        """Remove all files but the lock: siblings first, publish.json last."""
         order = {self._siblings: 0, self._publishing: 2}
         for path in sorted(self.work.iterdir(), key=lambda path: order.get(path, 1)):
             if path.name != "lock":
                 remove(path)
 
     def stop(self, error: BaseException) -> None:
-        """After an error: keep the finished files, and add a note on where they are and how to continue."""
+        """Keep the finished files after an error, and add a note to it: where they are and how to continue."""
         if self._publishing.exists() or not self.folder.exists():  # publishing has begun: `recover` finishes it
             error.add_note(f"the next run for {self._target} moves the rest of the model there from {self.work}")
             return
@@ -176,13 +178,13 @@ class AtomicOutput:
             )
 
     def _has_reusable_files(self) -> bool:
-        """Whether a later run could use files of this one."""
+        """True if a later run could use files of this one."""
         known = {"lock", self._journal.name, self._publishing.name, self.folder.name, self._siblings.name}
         cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix != ".partial"]
         return bool(cached) or any((self.folder / file).exists() for file in self.finished)
 
     def failure(self, error: OSError) -> ConversionError:
-        """A file system error as one line."""
+        """Return a file system error as a `ConversionError` of one line."""
         if error.errno not in _FULL:
             return ConversionError(f"{self._target} cannot be written: {error}")
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
@@ -190,7 +192,7 @@ class AtomicOutput:
         return ConversionError(f"{self._target} cannot be written: the disk was full after {done}; free some space")
 
     def _read_journal(self) -> tuple[dict[str, Any], dict[str, Digests]]:
-        """The fingerprint and the finished files of the earlier run; empty without a readable journal."""
+        """Return the fingerprint and the finished files of the earlier run; empty without a readable journal."""
         try:
             content = json.loads(self._journal.read_bytes())
             return dict(content["identity"]), dict(content["finished"])
@@ -247,7 +249,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
-    """The reason not to overwrite a folder with this content; None if it contains a model or is empty."""
+    """Return the reason not to overwrite a folder with this content; None if it contains a model or is empty."""
     folders = [name for name in names if name not in FOLDERS and (folder / name).is_dir()]
     if folders:  # such as checkpoints of a training run, a repository, a home directory
         return f"contains the folder {folders[0]!r}, which is not part of a model"
@@ -259,7 +261,7 @@ def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
 
 
 def check_free(work: Path, target: Path, needed: int) -> None:
-    """`ConversionError` if the disk of the working directory has fewer than `needed` bytes free."""
+    """Raise `ConversionError` if the disk of the working directory has fewer than `needed` bytes free."""
     free = shutil.disk_usage(work).free
     if needed > free:
         raise ConversionError(
@@ -270,8 +272,8 @@ def check_free(work: Path, target: Path, needed: int) -> None:
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that equals, contains or lies inside the source."""
-    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
-    if origin == place or origin in place.parents or place in origin.parents:
+    origin, resolved = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
+    if origin == resolved or origin in resolved.parents or resolved in origin.parents:
         raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
 
 

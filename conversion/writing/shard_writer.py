@@ -1,7 +1,7 @@
-"""Writes one safetensors file tensor by tensor, checking and hashing each chunk.
+"""Writes one safetensors file tensor by tensor, and checks and hashes each chunk.
 
-The header has the layout of the safetensors library: padded with spaces to eight bytes, larger item sizes first, so
-that every tensor starts at a multiple of its item size.
+The layout is that of the safetensors library: the header is padded with spaces to a multiple of eight bytes, and
+tensors with larger item sizes come first, so that every tensor starts at a multiple of its item size.
 """
 
 import json
@@ -26,17 +26,17 @@ from ..sources.safetensors_store import INDEX, LENGTH_BYTES, METADATA
 from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry
 
 Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
-"""A tensor, and a function that yields chunks of whole elements; each is valid until the next is requested."""
+"""Entry of a tensor, and a function that yields chunks of whole elements; each is valid until the next one."""
 _THREADS = 2
 
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The order of tensors in a file: as given, but larger item sizes first."""
+    """Return the entries in the order of a file: as given, but larger item sizes first."""
     return sorted(entries, key=lambda entry: -STORED[entry.dtype].itemsize)
 
 
 def shard_header(entries: Iterable[Entry]) -> bytes:
-    """The length and the header of a file of these tensors."""
+    """Return the length field and the JSON header of a file with these tensors."""
     content: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for entry in file_order(entries):
@@ -48,12 +48,12 @@ def shard_header(entries: Iterable[Entry]) -> bytes:
 
 
 def shard_size(entries: Sequence[Entry]) -> int:
-    """Size of the file in bytes."""
+    """Return the size in bytes of a file with these tensors."""
     return len(shard_header(entries)) + sum(entry.size for entry in entries)
 
 
 def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
-    """Write one file and return the digest of every tensor; NaN and infinity are errors."""
+    """Write one file and return tensor name -> CRC-32; NaN and infinity are errors."""
     producers = {entry.name: chunks for entry, chunks in items}
     entries = file_order(entry for entry, _ in items)
     with path.open("wb") as file:
@@ -71,7 +71,7 @@ def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
 
 @contextmanager
 def _thread_pool() -> Iterator[Executor]:
-    """Writer threads with one torch thread each: more threads than cores would be slow."""
+    """Yield a pool of writer threads with one torch thread each: more threads than cores would be slow."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(_THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -81,7 +81,7 @@ def _thread_pool() -> Iterator[Executor]:
 
 
 class _Stream:
-    """One tensor that is being written."""
+    """State of one tensor that is being written."""
 
     def __init__(self, descriptor: int, lock: Lock, start: int, entry: Entry, chunks: Iterator[memoryview]) -> None:
         self.entry, self.chunks, self._lock = entry, chunks, lock
@@ -93,12 +93,12 @@ class _Stream:
             raise ConversionError(f"tensor {self.entry.name!r} came out as more than its {self.entry.size} bytes")
         check_finite(self.entry, chunk)
         self._crc = zlib.crc32(chunk, self._crc)
-        with self._lock:  # the system serialises writes to a file, and waiting threads would spin
+        with self._lock:  # the operating system serialises writes to a file, and waiting threads would spin
             _write_at(self._descriptor, chunk, self._start + self._done)
         self._done += chunk.nbytes
 
     def digest(self) -> str:
-        """The digest of the complete tensor."""
+        """Return the CRC-32 of the complete tensor."""
         name, size = self.entry.name, self.entry.size
         if self._done != size:
             raise ConversionError(f"tensor {name!r} came out as {self._done} bytes instead of {size}")
@@ -106,7 +106,7 @@ class _Stream:
 
 
 def _write_streams(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]:
-    """Write as many tensors at a time as there are threads, in file order; a tensor's chunks one after the other."""
+    """Write as many tensors at a time as there are threads, in file order; the chunks of a tensor are sequential."""
     digests: dict[str, str] = {}
     running: dict[Future[None], _Stream] = {}
 
@@ -129,7 +129,7 @@ def _write_streams(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]
 
 
 def check_finite(entry: Entry, chunk: memoryview | bytearray) -> None:
-    """`ConversionError` if some of a tensor's bytes are nan or infinity."""
+    """Raise `ConversionError` if a chunk of a tensor contains nan or infinity."""
     if entry.is_integer:
         return
     for extreme in torch.aminmax(torch.frombuffer(chunk, dtype=DTYPES[entry.dtype])):  # NaN if any value is NaN
@@ -145,7 +145,7 @@ def _write_at(descriptor: int, chunk: memoryview, start: int) -> None:
 
 
 def digest_of(chunks: Iterable[memoryview]) -> str:
-    """The digest of a tensor's bytes, as `write_shard` returns it."""
+    """Return the CRC-32 of a tensor's bytes, as `write_shard` returns it."""
     crc = 0
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
@@ -153,7 +153,7 @@ def digest_of(chunks: Iterable[memoryview]) -> str:
 
 
 def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) -> bool:
-    """Whether a file is, byte for byte, the one for which `write_shard` returned these digests."""
+    """True if a file is, byte for byte, the one for which `write_shard` returned these digests."""
     header = shard_header(entries)
     with opened(path) as (descriptor, status):
         if status.st_size != shard_size(entries) or read_at(descriptor, path, 0, len(header)) != header:
@@ -167,14 +167,14 @@ def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) 
 
 
 def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, row-major, in chunks that share its memory."""
+    """Yield the bytes of a tensor, row-major, in chunks that share its memory."""
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), CHUNK):
         yield raw[start : start + CHUNK]
 
 
 def whole_rows(chunks: Iterable[memoryview], size: int) -> Iterator[bytearray]:
-    """The same bytes in blocks of rows of this size, about a megabyte each."""
+    """Regroup chunks into blocks of complete rows of `size` bytes each; a block has about a megabyte."""
     length = max(1, CHUNK // size) * size
     pending = bytearray()
     for chunk in chunks:
@@ -187,7 +187,7 @@ def whole_rows(chunks: Iterable[memoryview], size: int) -> Iterator[bytearray]:
 
 
 def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor in the dtype of `entry`; `ConversionError` if finite values overflow."""
+    """Return the tensor in the dtype of `entry`; `ConversionError` if finite values overflow."""
     result = tensor.to(DTYPES[entry.dtype])
     if tensor.isfinite().all() and not result.isfinite().all():
         raise ConversionError(f"tensor {entry.name} overflows in {DTYPES[entry.dtype]}: use --dtype bfloat16")
@@ -195,7 +195,7 @@ def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
-    """Write the index of a sharded checkpoint, as transformers writes it."""
+    """Write the index of a sharded checkpoint in the format of transformers."""
     files = {entry.name: file for file, entries in shards.items() for entry in entries}
     entries = [entry for group in shards.values() for entry in group]
     totals = {
@@ -207,15 +207,16 @@ def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
 
 
 MAX_TENSOR_FIELDS = 128
-"""Maximum bytes of a tensor's dtype, shape and offsets in the header."""
+"""Maximum number of bytes of a tensor's dtype, shape and offsets in the header."""
 MAX_METADATA = 1024
+"""Maximum number of bytes of the metadata in the header."""
 
 
 def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
-    """Write groups of tensors, of which only one is in memory at a time; `expected` contains all names.
+    """Write groups of tensors to one file, with one group in memory at a time; `expected` contains all tensor names.
 
-    The header comes first, but is known last: its maximum size is reserved, and filled with spaces, which the format
-    allows.
+    The header comes first, but is known last: space for its maximum size is reserved, and padded with spaces, which
+    the format allows.
     """
     reserved = sum(len(name) + MAX_TENSOR_FIELDS for name in expected) + MAX_METADATA
     reserved += -reserved % LENGTH_BYTES

@@ -14,12 +14,12 @@ SUFFIX = ".crosshead-partial"
 
 
 def work_folder(target: Path) -> Path:
-    """The working directory of a target: on the same disk, and the same path in every run."""
+    """Return the working directory of a target: on the same disk, and with the same path in every run."""
     return target / SUFFIX if is_fixed(target) else target.parent / f".{target.name}{SUFFIX}"
 
 
 def is_fixed(folder: Path) -> bool:
-    """Whether a folder must be filled in place: it is a mount point, or its parent is not writable."""
+    """True if a folder must be filled in place: it is a mount point, or its parent is not writable."""
     return folder.is_dir() and (os.path.ismount(folder) or not os.access(folder.parent, os.W_OK | os.X_OK))
 
 
@@ -31,20 +31,23 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def move(path: Path, place: Path) -> None:
-    """Move a file or a folder, replacing `place`, also to another disk; can be repeated after an interruption."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+def move(path: Path, target: Path) -> None:
+    """Move a file or a folder to `target` and replace what is there; an interrupted move can be repeated.
+
+    A move to another disk copies to a temporary name first.
+    """
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
     try:
-        os.replace(path, place)
+        os.replace(path, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        draft = place.with_name(f".{place.name}.partial")
+        draft = target.with_name(f".{target.name}.partial")
         if os.path.lexists(draft):
             remove(draft)
         (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft)
-        os.replace(draft, place)
+        os.replace(draft, target)
         remove(path)
 
 

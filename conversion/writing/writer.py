@@ -1,4 +1,4 @@
-"""Writes the model of a plan: shards, tokenizer and configuration, and the new rows of a larger vocabulary."""
+"""Writes the model of a plan: shards, tokenizer and config, and the new rows of a larger vocabulary."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +25,7 @@ ROWS = 256
 def write_model(
     source: Source, plan: Plan, output: AtomicOutput, progress: Progress
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Write all files; returns every tensor's digest, and the JSON keys removed because they held access tokens."""
+    """Write all files; return tensor name -> CRC-32, and per file the JSON keys that contained access tokens."""
     output.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     digests = write_weights(source.store, plan, output, progress)
     copy_files(source.files, output.folder)
@@ -38,7 +38,7 @@ def write_model(
 
 
 def write_weights(store: TensorStore, plan: Plan, output: AtomicOutput, progress: Progress) -> dict[str, str]:
-    """Write the shards that are not finished yet, then the index; returns every tensor's digest."""
+    """Write the shards that are not finished yet, then the index; return tensor name -> CRC-32."""
     digests: dict[str, str] = {}
     written = Counter(progress, "writing", plan.size)
     for file, steps in plan.shards.items():
@@ -60,7 +60,7 @@ def _chunks(store: TensorStore, step: Step, rewrites: LayerRewrites, written: Co
 
 
 def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:
-    """The bytes of one tensor of the target."""
+    """Yield the bytes of one tensor of the target: copied, computed, grown or cast."""
     entry = step.entry
     if step.action == "copied":
         yield from store.chunks(entry.name)
@@ -73,13 +73,13 @@ def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator
 
 
 def check_vocabulary(requested: int, current: int) -> None:
-    """`ConversionError` if the vocabulary would shrink."""
+    """Raise `ConversionError` if the vocabulary would shrink."""
     if requested < current:
         raise ConversionError(f"--vocab-size {requested} is less than the model's {current}: use {current} or more")
 
 
 def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
-    """The bytes of an embedding or head with additional rows, each equal to the mean row.
+    """Yield the bytes of an embedding or LM head with additional rows, each equal to the mean of the stored rows.
 
     A new token then starts as the average token, and the logits of the other tokens do not change.
     """

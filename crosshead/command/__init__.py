@@ -1,1 +1,1 @@
-"""The command line. A package of its own, because importing crosshead would delay `crosshead --help` by seconds."""
+"""The command line. A separate package, because importing crosshead would delay `crosshead --help` by seconds."""

@@ -1,4 +1,4 @@
-"""`crosshead bench`: speed and memory compared with a baseline."""
+"""`crosshead bench`: measures speed and memory against a baseline."""
 
 import os
 from pathlib import Path
@@ -26,20 +26,21 @@ Device = Annotated[
         help="cpu (float32) or cuda (bfloat16; cases of one attention layer use Triton kernels if installed)."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; at most 3 for memory.")]
-Out = Annotated[Path | None, typer.Option(help="JSON file for all figures, the machine and versions.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of each case and of its baseline; at most 3 for memory.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for all measurements, the machine and versions.")]
 
 
 @app.command(cls=StrictCommand)
 def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
-    """Measure time and peak memory of one attention layer, and of whole models, for each mechanism.
+    """Measure attention layers and whole models of each mechanism.
 
-    An attention layer has 16 heads of 64; a model has two layers of width 1024. Memory is the resident memory of a
-    child process on a CPU, and the allocator's count on a GPU. Cases:
+    Measures time and peak memory. An attention layer has 16 heads of 64; a model has two layers of width 1024. Memory
+    is the resident memory of a child process on a CPU, and the count of torch's allocator on a GPU. Cases:
 
     \b
     mixture-half-1024, mixture-half-2048, mixture-half-4096, mixture-half-8192, mixture-half-padded-2048
-        8 of 16 heads active, 4 of them shared; the number is the tokens; baseline: torch's dense attention
+        8 of 16 heads active, 4 of them shared; the number in the name is the number of tokens; baseline: torch's
+        dense attention
     mixture-half-unshared-2048, mixture-half-unshared-4096
         8 heads active, none shared
     mixture-three-quarters-1024, mixture-three-quarters-2048, mixture-three-quarters-4096
@@ -47,18 +48,18 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     mixture-most-2048
         14 heads active, 7 shared, where dense attention is as fast
     mixture-gradients-2048, mixture-gradients-4096, mixture-three-quarters-gradients-2048
-        forward and backward with 8 heads active, 4 shared; with 12 and 6
+        forward and backward with 8 heads active, 4 shared; for three-quarters 12 and 6
     mixture-published-4096
-        8 heads active, 4 shared, with the attention function in a published model
+        8 heads active, 4 shared, with the attention code that is saved with a published model
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
         4096 tokens; baseline: eager attention with the same maps
     talking-forward-beside-sdpa, talking-gradients-beside-sdpa
     talking-forward-memory-beside-sdpa, talking-gradients-memory-beside-sdpa
-        the same; baseline: stock sdpa attention
+        as above; baseline: stock sdpa attention
     talking-published-beside-sdpa
-        with the attention function in a published model
+        as above, with the attention code that is saved with a published model
     mixture-prompt, knocking-linear-prompt, knocking-linear-token
-        a prompt of 4096 or 2048 tokens, a token after 2048; baseline: the stock model
+        a prompt of 4096 (mixture) or 2048 tokens, or one token after 2048; baseline: the stock model
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
     knocking-step-memory, knocking-linear-step-memory, explicit-step-memory
     mixture-step-memory, talking-step-memory, differential-step-memory, gating-step-memory
@@ -77,9 +78,10 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
 
 @app.command(cls=StrictCommand)
 def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
-    """Measure the decoding of one token with `explicit`, and the host overhead of each mechanism.
+    """Measure the decoding of one token, and the host overhead.
 
-    `explicit` has half as many component heads as KV heads. The number in a name is the tokens in the cache. Cases:
+    Decoding is measured with `explicit`, which has half as many component heads as KV heads; the overhead on the host
+    (Python and kernel launches) with each mechanism. The number in a name is the number of cached tokens. Cases:
 
     \b
     grouped-128, grouped-512, grouped-2k, grouped-8k, grouped-32k
@@ -103,7 +105,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     model-128, model-512, model-16k
         a model with two layers of width 1024, 32 query heads, 8 KV heads of 128; baseline: the stock model
     model-ungrouped-128, model-ungrouped-512
-        the same with 16 query heads and 16 KV heads of 64
+        as above, with 16 query heads and 16 KV heads of 64
     cache
         bytes of the KV cache of that model
     host-knocking-linear, host-knocking-mlp, host-explicit, host-mixture, host-talking, host-differential
@@ -122,9 +124,10 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
 
 @app.command(cls=StrictCommand)
 def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
-    """Measure training steps of models compiled by torch.compile, against the compiled stock model.
+    """Measure training steps of models compiled by torch.compile.
 
-    A model has two layers of width 1024 and is compiled in one graph; a text has 2048 tokens. Cases:
+    The baseline is the compiled stock model. A model has two layers of width 1024 and is compiled as one graph; a step
+    has 2048 tokens. Cases:
 
     \b
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
@@ -148,14 +151,16 @@ def convert(
     rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
-    """Measure the conversion of a synthetic Llama checkpoint in bfloat16, against `cp -r` of its directory.
+    """Measure the conversion of a synthetic checkpoint.
+
+    The checkpoint is a Llama in bfloat16. The baseline is `cp -r` of its directory. Cases:
 
     \b
     neutral          knocking: all tensors are copied, some are added
     calibration      the calibration of virtual heads on 1024 tokens, without the conversion
     virtual-heads    half as many component heads as KV heads, from a saved calibration
 
-    TMPDIR needs three times the size of the checkpoint. On two cores, a round of all cases takes about a minute at
+    TMPDIR needs free space for three checkpoints. On two cores, a round of all cases takes about a minute at
     1 GB. At 8 GB, neutral takes 15 seconds, virtual-heads one minute, and calibration ten minutes. For example:
 
     crosshead bench convert neutral --gigabytes 8 --out convert.json
@@ -209,20 +214,21 @@ def train(
         ),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu (float32) or cuda (bfloat16 autocast).")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, help="Ratios measured for each case.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each side for one ratio.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of ratios measured for each case.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each trainer for one ratio.")] = 5,
     out: Out = None,
 ) -> None:
-    """Measure training with our trainer and model, against transformers' Trainer and the stock model.
+    """Measure training with crosshead's trainer and model.
 
-    Both train from scratch with the same settings: 34 million parameters, 512 tokens per sequence, steps in turn. Stop
-    other processes before you measure times. For example:
+    The baseline is the Trainer of transformers with the stock model. Both train from scratch with the same settings:
+    34 million parameters, 512 tokens per sequence; their steps alternate. Stop other processes before you measure
+    times. For example:
 
     crosshead bench train knocking-mlp explicit --out train.json
     """
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers use any visible GPU; torch is not initialised yet
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # or another accelerator
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers would use a visible GPU; torch is not initialised yet
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # both would also use another accelerator
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.common.atomic_write import check_targets

@@ -1,4 +1,4 @@
-"""Shared by the commands of `crosshead bench`: run cases, write and print the report."""
+"""Runs the cases of a `crosshead bench` command, and writes and prints their report."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def measure(
     name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
 ) -> None:
-    """Run the named cases, or all cases; write and print the report."""
+    """Run the named cases, or all cases without names; write and print the report."""
     from crosshead.common.atomic_write import check_targets
     from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.machine import keep_memory
@@ -29,7 +29,7 @@ def measure(
 
 
 def write(report: dict[str, Any], lines: Iterable[str], out: Path | None) -> None:
-    """Write the JSON file, if there is one, and print the table."""
+    """Write the report to the JSON file `out`, if it is given, and print the table."""
     from crosshead.common.atomic_write import write_whole
 
     if out is not None:

@@ -1,4 +1,4 @@
-"""`crosshead card`."""
+"""`crosshead card`: writes the model card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +13,19 @@ def card(
         list[Path] | None,
         typer.Option(
             "--eval",
-            help="JSON file of `crosshead eval` with this model, repeatable. Its scores are saved in the directory.",
+            help="JSON file of `crosshead eval` with this model; its scores are saved in the directory. Repeatable.",
         ),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option(help="Source of the model, for its licence: a directory, a GGUF file or a Hub id."),
+        typer.Option(help="Source of the model, to read its licence: a directory, a GGUF file or a Hub id."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that was edited by hand.")] = False,
 ) -> None:
     """Write the model card, README.md, from measured results.
 
-    Numbers come from conversion.json, training.json and config.json in the directory, and from --eval. For example:
+    The results come from conversion.json, training.json and config.json in the directory, and from --eval. For
+    example:
 
     crosshead card models/mine --eval eval.json
     """
@@ -34,14 +35,15 @@ def card(
 def write_card(
     folder: Path, evaluations: Sequence[Path] = (), *, source: str | Path | None = None, overwrite: bool = False
 ) -> Path:
-    """Write `README.md` into a model directory from measured results; returns its path.
+    """Write `README.md` into a model directory from measured results; return its path.
 
-    `folder` is the output of `convert`, `fold` or `train`. `evaluations` are JSON files of `crosshead eval` with this
-    model; its scores are saved in the folder, and read from there if there are no files. `source` is the source of the
-    model (a folder, a GGUF file or a Hub id), for its licence; it is not needed for a source on the Hub. A card that
-    was edited by hand is an error, unless `overwrite`.
+    `folder` is the output of `convert`, `fold` or `train`. `evaluations` are JSON files of `crosshead eval` with
+    scores of this model; the scores are saved in the folder, and read from there if no files are given. `source` is
+    the source of the model (a folder, a GGUF file or a Hub id), which names its licence; not needed for a source on
+    the Hub.
+    A card that was edited by hand is replaced only with `overwrite`.
 
-    Raises a ValueError with a message of one line, and then writes nothing.
+    On any problem, raises a ValueError with a message of one line and writes nothing.
     """
     from dataclasses import replace
 
@@ -56,7 +58,7 @@ def write_card(
         recorded = (facts.conversion or facts.training).get("source", {})
         facts = replace(facts, cost=_cost(facts), **origin_of(recorded, source))
         contents = card_files(folder, facts, overwrite)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:  # of a value that is not there
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # a value is missing or has another type
         raise ValueError(
             f"a record of {folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)}): "
             "conversion.json, training.json, evaluation.json or a file of --eval; write it again"
@@ -66,7 +68,7 @@ def write_card(
 
 
 def _cost(facts: Any) -> dict[str, Any]:
-    """The cost of the model, and of the same model without mechanisms."""
+    """The cost report of the model, which also has the cost of the same model without mechanisms."""
     from crosshead.conversion.architectures.families import family_of
     from crosshead.conversion.architectures.saved_config import saved_config
     from crosshead.evals.cost.model import usual_length

@@ -1,4 +1,4 @@
-"""The source of a model for its card: the Hub id and the licence."""
+"""Finds the Hub id and the licence of a model's source, for the model card."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,16 @@ from crosshead.common.model_places import expanded, is_hub_id, split_revision
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
+"""Licence keys of the card metadata."""
 TIMEOUT = 10
-"""Seconds to wait for the Hub."""
+"""Seconds to wait for an answer of the Hub."""
 
 
 def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
-    """`licence` and `base_model` by the recorded source; each is missing if it is unknown."""
+    """The fields `licence` and `base_model` of `Facts`, as far as they are known.
+
+    `recorded` is the source in the model's records; `source` is given by the user, and must have the recorded name.
+    """
     if source is None:
         if recorded.get("kind") != "hub":
             return {}
@@ -31,6 +35,7 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
 
 
 def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
+    """`ValueError` if the user's source has another name than the recorded one."""
     name = recorded.get("name")
     if name is None or name in (source, path.resolve().name):
         return
@@ -38,17 +43,18 @@ def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
 
 
 def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
-    """The licence in the source's card; empty if the Hub does not answer."""
+    """The licence in the card of a Hub repository; empty if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
+        metadata = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
     except Exception:  # the HTTP library's own errors differ between versions of the Hub's client
         return {}
-    return _licence({} if found is None else found.to_dict())
+    return _licence({} if metadata is None else metadata.to_dict())
 
 
 def _in_card(path: Path) -> dict[str, str]:
+    """The licence in the card at `path`; empty if there is none."""
     from huggingface_hub import metadata_load
 
     try:
@@ -58,7 +64,7 @@ def _in_card(path: Path) -> dict[str, str]:
 
 
 def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The licence in the metadata of a card."""
+    """The licence in the metadata of a card; empty without the key `license`."""
     return (
         {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
         if metadata.get("license")
@@ -67,7 +73,7 @@ def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_gguf(path: Path) -> dict[str, Any]:
-    """Licence and source from the metadata of a GGUF file."""
+    """`licence` and `base_model` from the metadata of a GGUF file."""
     from crosshead.conversion.gguf.store import GgufStore
 
     content = GgufStore(path).file.metadata
@@ -76,10 +82,10 @@ def _in_gguf(path: Path) -> dict[str, Any]:
         "license_name": "general.license.name",
         "license_link": "general.license.link",
     }
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "licence": {key: content[name] for key, name in named.items() if isinstance(content.get(name), str)}
     }
     address = content.get("general.source.repo_url") or content.get("general.base_model.0.repo_url")
     if isinstance(address, str) and address.startswith("https://huggingface.co/"):
-        found["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
-    return found
+        fields["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
+    return fields

@@ -1,4 +1,4 @@
-"""`crosshead cost`."""
+"""`crosshead cost`: counts parameters, FLOPs and KV cache of a model."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 PREFIX = "crosshead_"
+"""Prefix of the model types of crosshead."""
 
 
 def cost(
@@ -15,13 +16,13 @@ def cost(
     ],
     mixer: Annotated[
         list[str] | None,
-        typer.Option(help="NAME[:key=value,...] as in `convert`, repeatable; replaces the model's mechanisms."),
+        typer.Option(help="Mechanism instead of the model's own: NAME[:key=value,...] as in `convert`. Repeatable."),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a text, of T5 in source and target; by default 4096, at most the context of an encoder or "
-            "T5, or the patches of an image or latent."
+            help="Number of tokens, for T5 of source and target. Default: 4096, or the context of an encoder or T5 if "
+            "that is shorter; for images and latents the number of patches."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
@@ -47,7 +48,7 @@ def cost(
 
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
-    """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
+    """The config of the model; with --mixer, as `convert` would write it for these mechanisms."""
     from crosshead.conversion.architectures.families import FAMILIES, kind_of
     from crosshead.conversion.architectures.saved_config import config_class_of, saved_config
     from crosshead.conversion.compress.paired_heads import doubled_heads
@@ -55,21 +56,21 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
-    asked, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
+    requested, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
     if "_class_name" in content:
-        return _dit_config(content, asked, model)
+        return _dit_config(content, requested, model)
     config_class, kind = config_class_of(content, model), kind_of(content)
     family, config = FAMILIES.get(config_class.model_type.removeprefix(PREFIX)), saved_config(content, model)
     if kind == "crosshead" and not mixer:
         return config
     plain = config_class.from_dict({**content, "mixers": {}})
-    mixers = (read_request(asked, plain) if family else read_mixers(asked, plain.layouts())).mixers
+    mixers = (read_request(requested, plain) if family else read_mixers(requested, plain.layouts())).mixers
     doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
     return config_class.from_dict({**content, "mixers": mixers, **doubled})
 
 
-def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
-    """The config of a DiT, with the mechanisms asked for instead of its own if there are any."""
+def _dit_config(content: dict[str, Any], requested: Any, name: str) -> Any:
+    """The config of a DiT; the mechanisms of --mixer, if any, replace its own."""
     from crosshead.common.errors import one_line
     from crosshead.conversion.options import read_mixers
     from crosshead.evals.cost.dit_config import CLASSES, DiTConfig
@@ -80,13 +81,13 @@ def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
         config = DiTConfig.read(content)
     except ImportError:
         raise
-    except Exception as error:  # diffusers checks few of the values, so that torch or Python raises
+    except Exception as error:  # diffusers checks few values; torch or Python raises for the others
         raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
-    return DiTConfig.read(content, read_mixers(asked, config.layouts()).mixers) if asked else config
+    return DiTConfig.read(content, read_mixers(requested, config.layouts()).mixers) if requested else config
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:
-    """The content of config.json, or its equivalent for a GGUF file."""
+    """The content of config.json, or the equivalent from the metadata of a GGUF file."""
     from crosshead.common.checked_json import parse_object
     from crosshead.common.model_places import expanded, split_revision
     from crosshead.conversion.gguf.store import GgufStore

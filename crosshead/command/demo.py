@@ -1,4 +1,4 @@
-"""`crosshead demo`."""
+"""`crosshead demo`: runs the whole workflow on a small model."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,15 +11,18 @@ from crosshead_command.screen import progress
 
 
 def demo(
-    tiny: Annotated[bool, typer.Option("--tiny", help="Use a tiny random model, without network.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use a tiny random model, which needs no network.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Another model than SmolLM2-135M: a folder, a Hub id or a GGUF file.")
+        str | None, typer.Option(help="Decoder to use instead of SmolLM2-135M: a folder, a Hub id or a GGUF file.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The output folder; crosshead-demo if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder. Default: crosshead-demo, or crosshead-demo-tiny with --tiny.")
+    ] = None,
 ) -> None:
-    """Run the whole workflow on SmolLM2-135M. Converts, trains, evaluates, inspects and writes cards.
+    """Run the whole workflow on SmolLM2-135M.
 
-    Finished steps are kept: the same command continues an interrupted run, and a second run only prints the table.
+    Converts the model, trains, evaluates and inspects the result, and writes model cards. Finished steps are kept: the
+    same command continues an interrupted run, and after a complete run it only prints the table of results.
     Needs `pip install 'crosshead[demo]'`. For example:
 
     crosshead demo --tiny
@@ -32,8 +35,8 @@ def demo(
     if tiny and model is not None:
         raise typer.BadParameter("give --tiny or --model, not both")
     disable_progress_bar()
-    asked = open_demo(model, tiny, out)
-    typer.echo("\n".join(_lines(asked.run(Screen(_tell, progress)), asked.folder)))
+    prepared = open_demo(model, tiny, out)
+    typer.echo("\n".join(_lines(prepared.run(Screen(_tell, progress)), prepared.folder)))
 
 
 def _tell(line: str) -> None:
@@ -41,7 +44,7 @@ def _tell(line: str) -> None:
 
 
 def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """The table, the decoded text, and the paths of all results."""
+    """The lines to print: table of results, decoded text, and paths of all results."""
     from crosshead.demo.scoring import PROMPT
     from crosshead.demo.steps import RECORD
     from crosshead.demo.table import sample_lines, table_lines

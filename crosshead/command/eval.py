@@ -1,4 +1,4 @@
-"""`crosshead eval`."""
+"""`crosshead eval`: scores models on benchmarks or on the user's own data."""
 
 import json
 import sys
@@ -9,11 +9,12 @@ import typer
 
 QUICK, HF = "quick", "hf"
 HARNESS_DEFAULTS = {"include_path": None, "backend": HF, "confirm_run_unsafe_code": False}
+"""Default values of the options that only lm-evaluation-harness uses."""
 
 SuiteOption = Annotated[
     str | None,
     typer.Option(
-        help="Benchmarks to run: moh-llm, moh-llama3, mea, mea-reasoning, kha, quick (default), or offline, which "
+        help="Set of benchmarks: moh-llm, moh-llama3, mea, mea-reasoning, kha, quick (default), or offline, which "
         "needs no network."
     ),
 ]
@@ -27,33 +28,42 @@ DataOption = Annotated[
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids, also with @REVISION.")],
+    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids; a Hub id may end in @REVISION.")],
     suite: SuiteOption = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness instead of a suite, separated by commas.")
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas, instead of a suite.")
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A directory with your own tasks as YAML files.")] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="Directory with YAML files of your own tasks, for --tasks.")
+    ] = None,
     data: DataOption = None,
     limit: Annotated[
-        int | None, typer.Option(help="Items of each task, from the first. Default: all, or 200 with quick.")
+        int | None, typer.Option(help="Number of items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto: the largest that fits into memory.")] = "auto",
-    backend: Annotated[str, typer.Option(help="hf (transformers), or vllm, installed in this environment.")] = HF,
+    batch_size: Annotated[str, typer.Option(help="A number, or auto for the largest that fits into memory.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="hf (transformers) or vllm, which must be installed in this environment.")
+    ] = HF,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare each later model with the first, item by item.")
+        bool, typer.Option("--compare", help="Compare each further model with the first on the same items.")
     ] = False,
     out: Annotated[Path, typer.Option(help="JSON file for the results.")] = Path("eval.json"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Allow a model's own code; with --backend vllm, also crosshead's."),
+        typer.Option(
+            "--trust-remote-code",
+            help="Run code in the folder of a model; with --backend vllm also needed for crosshead's code.",
+        ),
     ] = False,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks that run code which the model writes.")
     ] = False,
 ) -> None:
-    """Score models with lm-evaluation-harness on benchmarks or your own tasks, or with --data on your own data.
+    """Score models on benchmarks or on your own data.
+
+    Benchmarks and your own tasks run in lm-evaluation-harness; --data needs no task. For example:
 
     crosshead eval models/mine --suite offline
 
@@ -87,10 +97,10 @@ def evaluate(
 
 
 def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools: dict[str, Any]) -> None:
-    """Usage errors for options that exclude each other."""
-    given = {"--suite": suite, "--tasks": tasks, "--data": data}
-    if sum(value is not None for value in given.values()) > 1:
-        raise typer.BadParameter(f"give only one of {', '.join(given)}")
+    """Raise a usage error for options that exclude each other."""
+    sources = {"--suite": suite, "--tasks": tasks, "--data": data}
+    if sum(value is not None for value in sources.values()) > 1:
+        raise typer.BadParameter(f"give only one of {', '.join(sources)}")
     if tools["include_path"] is not None and tasks is None and data is None:
         raise typer.BadParameter("--include-path has no effect without --tasks, which names the tasks in it")
     if data is not None and tools != HARNESS_DEFAULTS:

@@ -1,4 +1,4 @@
-"""`crosshead fold`."""
+"""`crosshead fold`: converts a crosshead model back to a stock checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,16 +11,19 @@ from crosshead_command.screen import progress, show_report
 
 def fold(
     model: Annotated[
-        str, typer.Argument(help="A folder or a Hub id: a crosshead model, for OUT.gguf also a stock one.")
+        str, typer.Argument(help="Crosshead model, for a GGUF file also a stock model: a folder or a Hub id.")
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to write, or a GGUF file: a name that ends in .gguf.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to, or a file that ends in .gguf.")],
     keep_cache: Annotated[
-        bool, typer.Option(help="Cache the component heads of `explicit`, not all heads: fewer, wider KV heads.")
+        bool,
+        typer.Option(
+            help="Keep the smaller KV cache of `explicit`: its component heads become fewer, wider KV heads."
+        ),
     ] = False,
     type: Annotated[
         str | None,
         typer.Option(
-            help="Type of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0; by default the model's."
+            help="Type of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0. Default: the model's dtype."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
@@ -32,8 +35,9 @@ def fold(
 ) -> None:
     """Convert a crosshead model back to a stock checkpoint.
 
-    Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
-    With `--keep-cache`, the stock checkpoint has the smaller KV cache of `explicit`: vLLM and llama.cpp serve it.
+    Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections;
+    other mechanisms fold only with their neutral initial values. With --keep-cache, the stock checkpoint has the
+    smaller KV cache of `explicit`, also in vLLM and llama.cpp. For example:
 
     crosshead fold models/converted model.gguf --type q8_0
     """

@@ -1,4 +1,4 @@
-"""`crosshead inspect`."""
+"""`crosshead inspect`: writes an HTML page that shows the attention heads of a model."""
 
 import os
 import re
@@ -11,35 +11,40 @@ import typer
 from crosshead_command.screen import progress
 
 MAXIMUM_NAME = 40
-"""Characters of a text on the command line that are its name."""
+"""Maximum characters of the name of a text given on the command line."""
 Content = TypeVar("Content", str, Path)
 LOOKS_LIKE_A_FILE = re.compile(r"\S*[/\\]\S*|\S+\.\w{1,5}")
+"""Matches a word with a slash or a file suffix: probably the name of a file that does not exist."""
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model directory or Hub id, also with @REVISION, stock or crosshead.")],
-    out: Annotated[Path, typer.Option(help="HTML file to write; the data is written to the same name with .json.")],
+    model: Annotated[
+        str, typer.Argument(help="Stock or crosshead model: a directory or a Hub id, which may end in @REVISION.")
+    ],
+    out: Annotated[Path, typer.Option(help="HTML file to write. The data is written to the same name with .json.")],
     text: Annotated[
-        list[str] | None, typer.Option(help="Text file, or the text itself, of at most 512 tokens. Repeatable.")
+        list[str] | None, typer.Option(help="Text of at most 512 tokens, or a text file. Repeatable.")
     ] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="For T5: the decoder's text or text file, one for each --text.")
+        list[str] | None, typer.Option(help="For T5: text of the decoder, or a text file; one for each --text.")
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(help="For vision and diffusion transformers, instead of --text: image. Repeatable."),
+        typer.Option(help="Image file, for vision and diffusion transformers instead of --text. Repeatable."),
     ] = None,
     time: Annotated[
-        int | None, typer.Option(help="For diffusion transformers: time of the noise in the image; 250 by default.")
+        int | None,
+        typer.Option(help="For diffusion transformers: time step of the noise added to the image. Default: 250."),
     ] = None,
     other: Annotated[
-        str | None, typer.Argument(metavar="[MODEL2]", help="A second model, shown side by side.")
+        str | None, typer.Argument(metavar="[MODEL2]", help="Second model, shown next to the first.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Write an HTML page with the attention heads of a model on a text or an image.
+    """Write an HTML page that shows the attention heads of a model.
 
-    It shows attention maps, learnt matrices of the mechanisms, routing, norms and similarity of heads. For example:
+    The page shows, for a text or an image, attention maps, learnt matrices of the mechanisms, routing, norms and
+    similarity of heads. For example:
 
     crosshead inspect Qwen/Qwen3-0.6B --text "The cat sat on the mat." --out report.html
     """
@@ -62,17 +67,17 @@ def inspect(
     typer.echo(f"wrote {' and '.join(map(str, written))}")
 
 
-def _read(given: str) -> tuple[str, str]:
-    """The name of a text, and the text."""
+def _read(argument: str) -> tuple[str, str]:
+    """Name and content of a text that is given as itself or as a file."""
     from crosshead.common.errors import EvalError
     from crosshead.common.plain_text import check_characters, read_text
 
-    is_file = os.path.isfile(given)
-    if not is_file and LOOKS_LIKE_A_FILE.fullmatch(given):
-        raise ValueError(f"the text file {given} does not exist: give a file, or a text of several words")
-    name = Path(given).name if is_file else " ".join(given.split())
+    is_file = os.path.isfile(argument)
+    if not is_file and LOOKS_LIKE_A_FILE.fullmatch(argument):
+        raise ValueError(f"the text file {argument} does not exist: give a file, or a text of several words")
+    name = Path(argument).name if is_file else " ".join(argument.split())
     name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
-    return name, read_text(Path(given), EvalError) if is_file else check_characters(given, "the text", EvalError)
+    return name, read_text(Path(argument), EvalError) if is_file else check_characters(argument, "the text", EvalError)
 
 
 def _existing(file: Path) -> Path:
@@ -81,11 +86,11 @@ def _existing(file: Path) -> Path:
     return file
 
 
-def _named(kind: str, given: Sequence[tuple[str, Content]]) -> dict[str, Content]:
-    """By name; `ValueError` if two have the same."""
-    found: dict[str, Content] = {}
-    for name, content in given:
-        if name in found:
+def _named(kind: str, inputs: Sequence[tuple[str, Content]]) -> dict[str, Content]:
+    """The inputs, name -> content; `ValueError` if two have the same name. `kind` is the noun for error messages."""
+    named: dict[str, Content] = {}
+    for name, content in inputs:
+        if name in named:
             raise ValueError(f"two {kind}s have the name {name}: give one of them in a file with another name")
-        found[name] = content
-    return found
+        named[name] = content
+    return named

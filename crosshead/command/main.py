@@ -1,4 +1,4 @@
-"""`crosshead`: the table of commands, and the handling of errors."""
+"""`crosshead`: the entry point, with the table of commands and the handling of errors."""
 
 import errno
 import os
@@ -40,12 +40,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Publish": {"card": card.card, "push": push.push, "zoo": zoo.zoo},
     "Try": {"demo": demo.demo},
 }
-"""The sections of `crosshead --help`, with functions, and with the groups of `bench` and `probe`."""
+"""Section of `crosshead --help` -> command -> function, or typer group of commands for `bench` and `probe`."""
 RUN_WITHOUT_ARGUMENTS = {"demo", "zoo"}
+"""Commands that run without arguments; the others then print their help."""
 DEBUG = "--debug"
 INTERRUPTED, TERMINATED = 130, 143
+"""Exit statuses after SIGINT and SIGTERM, as a shell reports them."""
 RESUMABLE = {"convert", "demo", "fold", "push"}
-"""Commands that continue an interrupted run; train and sweep print that themselves."""
+"""Commands that continue an interrupted run when repeated; train and sweep print their own message about that."""
 EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
@@ -54,14 +56,14 @@ EXTRAS = {
     "peft": "train",
     "scipy": "eval",
 }
-"""Optional packages -> the extra that installs them."""
+"""Optional package -> the extra of crosshead that installs it."""
 
 
 class GroupedCommands(TyperGroup):
-    """Lists commands by section in `--help`."""
+    """A group whose `--help` lists the commands by section."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write one section for each group."""
+        """Write one section of the help for each entry of COMMANDS."""
         width = formatter.width - 6 - max(map(len, self.commands))
         for title, names in COMMANDS.items():
             with formatter.section(title):
@@ -99,12 +101,12 @@ def options(
 
 
 def main() -> None:
-    """Run one command: exit status 0, or 1 with one line on stderr, or 2 for wrong usage."""
+    """Run one command. Exit status: 0, 1 for an error (a line on stderr), 2 for wrong usage, 130 or 143 if stopped."""
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
     arguments = [argument for argument in arguments if argument != DEBUG]  # at any position
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for programmers
-    if "transformers" in sys.modules:  # under `python -m` the variable is set too late
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings address programmers, not users
+    if "transformers" in sys.modules:  # `python -m crosshead` imports it earlier
         sys.modules["transformers"].logging.set_verbosity_error()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
@@ -134,7 +136,7 @@ def main() -> None:
 
 @contextmanager
 def ending_by_signal() -> Iterator[list[int]]:
-    """A context in which a first SIGTERM ends the command as Ctrl-C does, with its cleanup; yields the signals."""
+    """A context in which the first SIGTERM acts like Ctrl-C, so that cleanup runs; yields the received signals."""
     signals: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
@@ -142,7 +144,7 @@ def ending_by_signal() -> Iterator[list[int]]:
         signals.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a caller ignores or handles it
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the caller ignores or handles SIGTERM
         yield signals
         return
     signal.signal(signal.SIGTERM, interrupt)
@@ -153,11 +155,12 @@ def ending_by_signal() -> Iterator[list[int]]:
 
 
 def _status_of(error: Exception, debug: bool) -> int:
-    if isinstance(error, BrokenPipeError):  # by `head`, which has read enough
+    """Print an error, with its traceback if `debug`; return the exit status."""
+    if isinstance(error, BrokenPipeError):  # the reader of a pipe, such as `head`, has ended
         return 1
     if isinstance(error, typer.Exit):
         return error.exit_code
-    show = getattr(error, "show", None)  # an error of usage, from click
+    show = getattr(error, "show", None)  # a usage error of click
     if show is not None and getattr(error, "exit_code", 1) == 2:
         show()
         return 2
@@ -173,9 +176,9 @@ def _status_of(error: Exception, debug: bool) -> int:
 
 
 def complain(message: str, status: int) -> int:
-    """Write one line to stderr in one call, for several processes at once; returns the status."""
+    """Write one line to stderr in one call, so that lines of several processes do not mix; return the status."""
     printable = "".join(
-        each if each.isprintable() else ascii(each)[1:-1] for each in message
-    )  # no codes of a terminal
+        character if character.isprintable() else ascii(character)[1:-1] for character in message
+    )  # escapes control sequences of the terminal
     sys.stderr.write(f"crosshead: {printable}\n")
     return status

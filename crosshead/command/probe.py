@@ -1,4 +1,4 @@
-"""`crosshead probe`: losses with heads masked or layers compressed, each with a plot."""
+"""`crosshead probe`: measures and plots the loss with heads masked or layers compressed."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +15,14 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Out = Annotated[Path, typer.Option(help="JSON file for the results; the plot is written to the same name with .svg.")]
-TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. Default: a text of crosshead's own.")]
-Windows = Annotated[int, typer.Option(min=1, help="Number of windows of the text.")]
+Out = Annotated[Path, typer.Option(help="JSON file for the results. The plot is written to the same name with .svg.")]
+TextFile = Annotated[
+    Path | None, typer.Option(help="Text file to measure on. Default: a text shipped with crosshead.")
+]
+Windows = Annotated[int, typer.Option(min=1, help="Number of windows taken from the text.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
 Source = Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")]
-Calibration = Annotated[Path | None, typer.Option(help="Calibration text, as for `convert`, or a saved calibration.")]
+Calibration = Annotated[Path | None, typer.Option(help="Calibration data or saved calibration, as for `convert`.")]
 Method = Annotated[str, typer.Option(help="Compression method: aligned or svd.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
@@ -30,16 +32,16 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing f
 def heads(
     models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids, stock or crosshead.")],
     text: TextFile = None,
-    draws: Annotated[int, typer.Option(min=1, help="Random draws of masked heads for each count.")] = 3,
+    draws: Annotated[int, typer.Option(min=1, help="Random draws for each number of masked heads.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     windows: Windows = 4,
     length: Length = 512,
     out: Out = Path("heads.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure the loss with an increasing number of heads masked at random in each layer.
+    """Measure the loss with heads of each layer masked at random.
 
-    For example:
+    The number of masked heads per layer increases from 0 to all but one. For example:
 
     crosshead probe heads SOURCE MODEL --text prose.txt --out heads.json
     """
@@ -51,7 +53,7 @@ def heads(
     _check_out(out, overwrite)
     subjects = [_opened(name, length) for name in models]
     with progress() as show:
-        reports = {each.name: _masked(each, text, (windows, length), draws, seed, show) for each in subjects}
+        reports = {model.name: _masked(model, text, (windows, length), draws, seed, show) for model in subjects}
     report = {"draws": draws, "seed": seed, "windows": windows, "length": length, "models": reports}
     _write(out, report, lines(reports), ("masked heads of each layer", "loss"))
 
@@ -68,9 +70,9 @@ def layers(
     out: Out = Path("layers.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure the increase of the loss with the key or value heads of one layer compressed, for each layer.
+    """Measure the loss with one layer compressed, for each layer.
 
-    For example:
+    Reports the increase of the loss if the key or value heads of only this layer are compressed. For example:
 
     crosshead probe layers Qwen/Qwen3-0.6B --text prose.txt --out layers.json
     """
@@ -87,7 +89,10 @@ def layers(
 def budget(
     source: Source,
     active: Annotated[
-        bool, typer.Option("--active/--cache", help="Budgets of the active heads of mixture, or of the KV cache.")
+        bool,
+        typer.Option(
+            "--active/--cache", help="Budgets for the active heads of `mixture`, or for the KV cache of `explicit`."
+        ),
     ] = False,
     text: TextFile = None,
     calibration: Calibration = None,
@@ -98,10 +103,11 @@ def budget(
     out: Out = Path("budget.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Estimate the KL divergence from the source for each size of the KV cache, from layers compressed one at a time.
+    """Estimate the KL divergence for each size of the KV cache.
 
-    `crosshead convert --cache` chooses component heads in the same way; with --active, the number of active heads is
-    tried instead, as in `convert --active`. For example:
+    The estimate of the divergence from the source adds up measurements with one layer compressed at a time, by which
+    `crosshead convert --cache` chooses component heads. With --active it is given for each number of active heads, as
+    in `convert --active`. For example:
 
     crosshead probe budget Qwen/Qwen3-0.6B --text prose.txt --out budget.json
     """
@@ -128,6 +134,7 @@ def _opened(name: str, length: int) -> Any:
 
 
 def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
+    """The losses of one model; `size` is the number of windows and the tokens per window."""
     from crosshead.common.errors import EvalError
     from crosshead.common.plain_text import read_text
     from crosshead.conversion.calibration.text import default_text, windows
@@ -142,8 +149,8 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Called before the work is done."""
-    import matplotlib  # noqa: F401  # for the plot
+    """Raise an error before the measurement if the output files cannot be written or matplotlib is missing."""
+    import matplotlib  # noqa: F401  # `_write` needs it
 
     from crosshead.common.atomic_write import check_targets
 

@@ -1,4 +1,4 @@
-"""`crosshead push`."""
+"""`crosshead push`: checks a model and uploads it to the Hub."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,22 +6,22 @@ from typing import Annotated
 import typer
 
 TOKENS = 8
-"""The tokens of the test run before the upload."""
+"""Length of the input of the test run before the upload, in tokens."""
 
 
 def push(
-    model: Annotated[Path, typer.Argument(help="Model directory with a card.")],
+    model: Annotated[Path, typer.Argument(help="Model directory with a model card, see `crosshead card`.")],
     repository: Annotated[str, typer.Argument(metavar="REPO_ID", help="Hub id, such as organisation/model.")],
     public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the directory, list the files, and stop.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code in the directory that is not crosshead's.")
+        bool, typer.Option("--trust-remote-code", help="Run code in the directory that is not crosshead's.")
     ] = False,
 ) -> None:
     """Upload a model to the Hub after checking that it loads.
 
-    The model must load without crosshead, and contain no pickle, no path of this machine and no access token. Repeat
-    the command to continue an interrupted upload. For example:
+    The model must load without crosshead, and its files must contain no pickle, no path of this machine and no access
+    token. Repeat the command to continue an interrupted upload. For example:
 
     crosshead push models/mine me/mine --dry-run
     """
@@ -42,7 +42,7 @@ def push(
 
 
 def publish(model: Path, repository: str, private: bool) -> None:
-    """Upload a folder that is `checked`, and tag the commit with the version of crosshead."""
+    """Upload a folder that passed `checked`, and tag the commit with the version of crosshead."""
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
@@ -55,7 +55,7 @@ def publish(model: Path, repository: str, private: bool) -> None:
 
 
 def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
-    """The files of a folder and their sizes; ValueError if it cannot be published."""
+    """Check a folder before publication; return its files, name -> bytes. `ValueError` if it cannot be published."""
     import torch
 
     from crosshead.common.access_tokens import TOKEN
@@ -79,10 +79,10 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     config = saved_config(content, folder.name)
     images = hasattr(config, "image_size")
     inputs = random_pixels(config, 1) if images else torch.arange(1, TOKENS + 1)[None] % config.vocab_size
-    found = reload_check(folder, inputs, auto_class=saved_auto_class(config))
+    report = reload_check(folder, inputs, auto_class=saved_auto_class(config))
     for fault in ("missing", "unexpected", "mismatched", "errors", "unloaded"):
-        if found.get(fault):
-            raise ValueError(f"{folder} does not load completely without crosshead: {fault} {found[fault][0]}")
+        if report.get(fault):
+            raise ValueError(f"{folder} does not load completely without crosshead: {fault} {report[fault][0]}")
     return files
 
 

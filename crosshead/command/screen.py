@@ -1,4 +1,4 @@
-"""Progress bars, and the printed report of a conversion."""
+"""Shows progress bars, and prints the report of a conversion or verification."""
 
 import json
 import time
@@ -12,21 +12,22 @@ if TYPE_CHECKING:  # crosshead takes seconds to import
     from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
-"""Stages that do not count layers -> their unit."""
+"""Stage -> unit, for stages that do not count layers."""
 HOUR = 3600
-"""Seconds of work from which the remaining time is estimated: one step of a large model may take minutes."""
+"""Seconds over which the speed is averaged to estimate the remaining time: a step of a large model takes minutes."""
 CALIBRATED_ON = ("text", "images", "saved")
-"""Fields of a record with the name of the input: the first that is there."""
+"""Fields of a calibration record that may name its data; the first that exists applies."""
 SIDES = ("key_heads", "value_heads", "active_heads")
+"""Options whose value may be chosen per layer."""
 
 
 class InterruptedByUserError(Exception):
-    """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer drops."""
+    """Replaces a `KeyboardInterrupt`, whose notes typer would drop; the notes are the message."""
 
 
 @contextmanager
 def progress() -> Iterator["Progress"]:
-    """Bars on stderr, one a stage, with the time left; without a terminal, only the messages."""
+    """Show one bar per stage with the remaining time on stderr; without a terminal, only messages."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -36,9 +37,9 @@ def progress() -> Iterator["Progress"]:
     if not console.is_terminal:
         disable_progress_bars()  # of huggingface_hub
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
-    left = TimeRemainingColumn(elapsed_when_finished=True)
+    remaining = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     begun: dict[str, tuple[float, int]] = {}
 
     def time_left(stage: str, done: int, total: int | None) -> str:
@@ -57,7 +58,7 @@ def progress() -> Iterator["Progress"]:
                 label,
                 bar,
                 count,
-                left,
+                remaining,
                 TextColumn("{task.fields[message]}"),
                 console=console,
                 speed_estimate_period=HOUR,
@@ -65,8 +66,8 @@ def progress() -> Iterator["Progress"]:
             )
             bars.start()
             current.append((stage, bars, bars.add_task(stage, total=total, message=message)))
-        if not console.is_terminal and message != said.get(stage, ""):
-            said[stage] = message
+        if not console.is_terminal and message != messages.get(stage, ""):
+            messages[stage] = message
             console.print(
                 f"{stage} {done} of {total}: {message}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
             )
@@ -85,12 +86,12 @@ def progress() -> Iterator["Progress"]:
 
 
 def show_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """The report of a conversion or verification on stdout: for scripts, or for people."""
+    """Print the report of a conversion or verification to stdout, as JSON or as text."""
     print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(report)))
 
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
+    """The report as lines of text."""
     if "counts" in report:
         yield ", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count)
     yield from (*plan_lines(report), *gguf_lines(report), *calibration_lines(report))
@@ -103,7 +104,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The plan of a dry run, for people: sizes, and every tensor that is not copied."""
+    """Lines with the plan of a dry run: sizes, and every tensor that is not copied."""
     if "bytes" not in report:
         return
     yield f"{report['bytes'] / 1e9:.3f} GB to write"
@@ -117,7 +118,7 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The formats in a GGUF file, for people."""
+    """Lines with the formats of the tensors in a GGUF file."""
     if gguf := report.get("gguf"):
         counts = Counter(gguf["tensors"].values())
         yield f"GGUF: {', '.join(f'{count} tensors {name}' for name, count in counts.items())}"
@@ -126,7 +127,7 @@ def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The calibration text, and the chosen layers or groups, for people."""
+    """Lines with the calibration data and the chosen groups or heads per layer."""
     if calibration := report.get("calibration"):
         yield f"calibrated on {next(calibration[kind] for kind in CALIBRATED_ON if kind in calibration)}"
     chosen = report.get("chosen", {})
@@ -137,14 +138,14 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers chosen on {chosen['text']}"
         divergence = f"expected KL divergence: {chosen['expected_divergence']:.4f} nats a token"
         parts = (("KV cache", "cache", "the source's"), ("active heads", "active", "all heads"))
-        found = [f"{what}: {chosen[key]:.1%} of {whole}" for what, key, whole in parts if key in chosen]
-        yield "; ".join([*found, divergence])
+        budgets = [f"{title}: {chosen[key]:.1%} of {whole}" for title, key, whole in parts if key in chosen]
+        yield "; ".join([*budgets, divergence])
         for side in (side for side in SIDES if side in chosen):
             yield f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ")
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """The results of verification, for people."""
+    """Lines with the results of verification."""
     for key, value in measured.items():
         if isinstance(value, Mapping):
             yield f"{key.replace('_', ' ')}:"
@@ -154,7 +155,7 @@ def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value on one line; a model's text may contain line breaks."""
+    """A value on one line. Text that a model generated is quoted if it has line breaks."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)

@@ -1,4 +1,4 @@
-"""A command that refuses an option in place of another option's value."""
+"""A command that rejects an option in the position of another option's value."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ from typer.core import TyperCommand, TyperOption
 
 
 class StrictCommand(TyperCommand):
-    """Refuses option values that begin with `-`, but for numbers: in `--toy --dry-run` the value is missing."""
+    """Rejects option values that begin with `-`, except numbers: in `--toy --dry-run` the value is missing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments that remain after the options are read."""
+        """Parse and check the options; return the remaining arguments."""
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             if isinstance(parameter, TyperOption):
@@ -21,7 +21,7 @@ class StrictCommand(TyperCommand):
 
 def _check(option: TyperOption, ctx: Any) -> None:
     value = ctx.params.get(option.name)
-    for each in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(each, str | Path) and str(each).startswith("-"):
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(item, str | Path) and str(item).startswith("-"):
             name = max(option.opts, key=len)
-            raise BadParameter(f"{str(each)!r} is not a value: give one between {name} and {each}", ctx, option)
+            raise BadParameter(f"{str(item)!r} is not a value: give one between {name} and {item}", ctx, option)

@@ -1,4 +1,4 @@
-"""`crosshead sweep`."""
+"""`crosshead sweep`: compares learning rates in short runs."""
 
 import json
 import sys
@@ -14,16 +14,21 @@ from crosshead_command.train import STOPPED
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A YAML file with `sweep`, or a shipped one: papers/mea_1b_sweep.")],
+    recipe: Annotated[
+        str, typer.Argument(help="YAML file with a section `sweep`, or the shipped recipe papers/mea_1b_sweep.")
+    ],
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
+        list[str] | None, typer.Option("--set", help="Change a value of the recipe: section.key=value. Repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this new or empty folder.")] = None,
+    toy: Annotated[
+        Path | None, typer.Option(help="Run a toy-sized copy of the recipe in this new or empty folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Compare learning rates in short runs. A power law is fitted to each loss curve.
+    """Compare learning rates in short runs.
 
-    Writes sweep.json and sweep.svg; the same command resumes a stopped sweep. For example:
+    Fits a power law to each loss curve, chooses the largest stable rate, and writes sweep.json and sweep.svg. The same
+    command resumes a stopped sweep. For example:
 
     crosshead sweep papers/mea_1b_sweep --set 'sweep.learning_rates=[1e-4, 1e-3]'
     """
@@ -61,7 +66,7 @@ def _print(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each rate."""
+    """A table with one line for each learning rate."""
     yield f"{'rate':>8}  {report['loss'] + ' loss, fitted':>21}  {'floor':>7}  {'exponent':>8}  spikes"
     for run in report["runs"]:
         law = run["law"]

@@ -1,4 +1,4 @@
-"""`crosshead train`."""
+"""`crosshead train`: trains a model from a recipe."""
 
 import json
 import sys
@@ -11,27 +11,35 @@ import typer
 from crosshead_command.screen import progress
 
 STOPPED = 128
-"""Plus the signal: the exit status of a stopped run, which the same command resumes."""
+"""Added to the signal number, the exit status of a stopped run, which the same command resumes."""
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe such as small/smollm2_knocking.")],
+    recipe: Annotated[str, typer.Argument(help="YAML file, or a shipped recipe such as small/smollm2_knocking.")],
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
+        list[str] | None, typer.Option("--set", help="Change a value of the recipe: section.key=value. Repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this new or empty folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print size, FLOPs and memory, and stop.")] = False,
+    toy: Annotated[
+        Path | None, typer.Option(help="Run a toy-sized copy of the recipe in this new or empty folder.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print parameters, FLOPs and memory of the run, and stop.")
+    ] = False,
     accelerate: Annotated[
         str | None,
-        typer.Option(help="For --dry-run: accelerate's configuration file, or a shipped one such as fsdp2_8_gpus."),
+        typer.Option(help="For --dry-run: configuration file of accelerate, or a shipped one such as fsdp2_8_gpus."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For --dry-run: print the report as JSON.")] = False,
     save_teacher: Annotated[
         Path | None,
-        typer.Option(help="Save the teacher's highest logits in this folder, for distillation.logits, and stop."),
+        typer.Option(
+            help="Save the teacher's highest logits in this folder, to be read by distillation.logits, and stop."
+        ),
     ] = None,
 ) -> None:
-    """Train a model from a recipe; the same command resumes a stopped run.
+    """Train a model from a recipe.
+
+    The same command resumes a stopped run. For example:
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """
@@ -64,7 +72,7 @@ def train(
     if is_main:
         _report(outcome)
     if outcome.model is None:
-        sys.exit(STOPPED + (outcome.stopped_by or 0))  # not through main(), which prints another line for Ctrl-C
+        sys.exit(STOPPED + (outcome.stopped_by or 0))  # without main(), which would print another line for Ctrl-C
     if loaded.hub is not None and is_main:
         _push(outcome.model, loaded.hub)
 
@@ -78,7 +86,7 @@ def _show_dry_run(recipe: Any, accelerate: str | None, as_json: bool) -> None:
 
 
 def _push(model: Path, hub: Any) -> None:
-    """Upload the model, which may take long: the other processes have ended."""
+    """Upload the model. Called after the other processes have ended, because an upload may take long."""
     from crosshead_command.card import write_card
     from crosshead_command.push import checked, publish
 

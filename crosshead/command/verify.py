@@ -1,4 +1,4 @@
-"""`crosshead verify`."""
+"""`crosshead verify`: compares a model with its source."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,19 +10,23 @@ from crosshead_command.screen import progress, show_report
 
 
 def verify(
-    source: Annotated[str, typer.Argument(help="The source of the model: a folder, a Hub id, or a GGUF file.")],
-    model: Annotated[str, typer.Argument(help="The model: a folder or a Hub id; with llama.cpp, a GGUF file.")],
+    source: Annotated[str, typer.Argument(help="Source of the model: a folder, a Hub id or a GGUF file.")],
+    model: Annotated[
+        str, typer.Argument(help="Converted model: a folder or a Hub id; with --engine llama.cpp a GGUF file.")
+    ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="A text file to compare on, by default a text of crosshead's own; or for vision models a folder of "
-            "images, by default random pixel values."
+            help="Text file to compare on, for vision models a folder of images. Default: a text shipped with "
+            "crosshead, or random pixel values."
         ),
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Compare in a serving engine instead: vllm or llama.cpp.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Compare in this serving engine instead: vllm or llama.cpp.")
+    ] = None,
     engine_python: Annotated[
-        Path | None, typer.Option(help="The Python interpreter of the environment with the engine, if not this one.")
+        Path | None, typer.Option(help="Python interpreter of the environment with the engine. Default: this one.")
     ] = None,
     device: Device = None,
     trust_remote_code: Annotated[
@@ -31,10 +35,11 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a model with its source. Checks tensors, logits, loss, greedy text, cache and loading.
+    """Compare a model with its source.
 
-    Fails if the two should be equal and are not. With --engine, reports what a serving engine computes for both: text,
-    log-probabilities, size of its KV cache, tokens per second.
+    Checks tensors, logits, loss, greedy text, KV cache and loading, and fails if the two should be equal and are not.
+    With --engine, reports the results of a serving engine for both: text, log-probabilities, size of the KV cache and
+    tokens per second.
     """
     from crosshead.conversion.verification.engines import verify_in_engine
     from crosshead.conversion.verification.verify import verify as run
@@ -43,10 +48,10 @@ def verify(
         raise typer.BadParameter("--engine-python has no effect without --engine")
     if engine is not None and device is not None:
         raise typer.BadParameter("--device has no effect with --engine")
-    given: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
     with progress() as show:
         if engine is None:
-            report = run(source, model, **given, device=device or "cpu", progress=show)
+            report = run(source, model, **options, device=device or "cpu", progress=show)
         else:
-            report = verify_in_engine(source, model, engine, python=engine_python, **given, progress=show)
+            report = verify_in_engine(source, model, engine, python=engine_python, **options, progress=show)
     show_report(report, as_json)

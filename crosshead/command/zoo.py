@@ -1,4 +1,4 @@
-"""`crosshead zoo`."""
+"""`crosshead zoo`: lists the models of the shipped recipes, and writes their pages."""
 
 import json
 from collections.abc import Iterator
@@ -9,25 +9,26 @@ from typing import Annotated, Any
 import typer
 
 DTYPE = "bfloat16"
-"""The dtype of the KV cache, the same for all models."""
+"""Dtype of weights and KV cache in the cost reports of all models."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
-"""The results of `make measure-recovery`, from the directory above the zoo, by mechanism."""
+"""File with the results of `make measure-recovery` per mechanism, relative to the parent directory of the zoo."""
 SHORT_MODEL = "SmolLM2-135M-Instruct, from a GGUF file of type Q4_1"
-"""The source in these results."""
+"""Source model of these results."""
 SHORT = ("source", "before", "after", "tokens", "tokens_a_step", "learning_rate")
+"""Keys of a result that a page shows."""
 LOCAL = ("models/", "runs/")
-"""Directories in the shipped recipes; any other source is a Hub id."""
+"""Local directories in the shipped recipes; any other source is a Hub id."""
 
 
 def zoo(
     as_json: Annotated[bool, typer.Option("--json", help="Print all entries as JSON.")] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Regenerate the pages from the shipped recipes in this directory, and stop.")
+        Path | None, typer.Option(help="Write the pages of the shipped recipes to this directory, and stop.")
     ] = None,
 ) -> None:
-    """List the models of the shipped recipes. Shows mechanism, backbone, size, cost and results.
+    """List the models of the shipped recipes.
 
-    For example:
+    Shows mechanism, backbone, size, cost and results. For example:
 
     crosshead zoo --json
     """
@@ -39,25 +40,26 @@ def zoo(
         for path in write_zoo(entries(write), write):
             typer.echo(f"wrote {path}")
         return
-    found = read_zoo()
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(zoo_lines(found)))
+    models = read_zoo()
+    typer.echo(json.dumps(models, indent=2) if as_json else "\n".join(zoo_lines(models)))
 
 
-def entries(place: Path) -> list[dict[str, Any]]:
-    """The entries of all shipped recipes, by mechanism, backbone and size; `place` has their results."""
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The zoo entries of all shipped recipes, sorted by mechanism, backbone and size; `folder` contains the zoo."""
     from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     # A sweep makes no model; it chooses a hyperparameter for another recipe.
-    found = [
-        _entry(name, recipe, _commands(recipe, recipes), place)
+    models = [
+        _entry(name, recipe, _commands(recipe, recipes), folder)
         for name, recipe in recipes.items()
         if recipe.sweep is None
     ]
-    return sorted(found, key=lambda entry: (*_order(entry), entry["recipe"]))
+    return sorted(models, key=lambda entry: (*_order(entry), entry["recipe"]))
 
 
 def _order(entry: dict[str, Any]) -> Iterator[Any]:
+    """The sort key of an entry: mechanisms, model type, parameters."""
     from crosshead.model_cards.facts import mechanisms
     from crosshead.modeling.mechanisms import MECHANISMS
 
@@ -67,7 +69,7 @@ def _order(entry: dict[str, Any]) -> Iterator[Any]:
     yield entry["cost"]["cost"]["parameters"]
 
 
-def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str, Any]:
+def _entry(name: str, recipe: Any, commands: list[str], folder: Path) -> dict[str, Any]:
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
@@ -82,12 +84,12 @@ def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
         "cost": cost_report(config, usual_length(config)),
-        "measured": measurements(place, name) | _short_run(place, name),
+        "measured": measurements(folder, name) | _short_run(folder, name),
     }
 
 
 def _counted(recipe: Any) -> Any:
-    """The configuration, as `crosshead cost` reads it."""
+    """The configuration of a recipe's model, for the cost report."""
     from crosshead.evals.cost.dit_config import DiTConfig
     from crosshead.recipes.schema.model_config import model_config
 
@@ -100,32 +102,32 @@ def _counted(recipe: Any) -> Any:
 
 
 def _model(config: Any) -> dict[str, Any]:
-    """What a model's config.json says of it; that of a DiT names no class of transformers."""
+    """Model type, architectures and mechanisms of a config, as far as it has them; a DiT has no `architectures`."""
     names = ("model_type", "architectures", "mixers")
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
-def _short_run(place: Path, name: str) -> dict[str, Any]:
-    """The results of a short run of a recipe, if there was one."""
+def _short_run(folder: Path, name: str) -> dict[str, Any]:
+    """The results of a short run of the recipe, as the field `short_run` of `Facts`; empty if there was none."""
     from crosshead.model_cards.facts import read_json
 
-    path = place.absolute().parent / SHORT_RUNS
+    path = folder.absolute().parent / SHORT_RUNS
     mechanism = name.removeprefix("small/smollm2_")
-    found = read_json(path).get(mechanism) if path.is_file() else None
-    return {} if found is None else {"short_run": {"model": SHORT_MODEL} | {key: found[key] for key in SHORT}}
+    result = read_json(path).get(mechanism) if path.is_file() else None
+    return {} if result is None else {"short_run": {"model": SHORT_MODEL} | {key: result[key] for key in SHORT}}
 
 
 def _commands(recipe: Any, recipes: dict[str, Any]) -> list[str]:
-    """The commands before a training: those of recipes whose result it reads, and its conversion."""
+    """The commands to run before a training: those of the recipes whose output it reads, and its own conversion."""
     text = recipe.model.convert or ""
-    found = []
+    commands = []
     for name, earlier in recipes.items():
         if f"{earlier.output}/" in f"{recipe.model.path}/ {text}":
-            found += [*_commands(earlier, recipes), f"crosshead train {name}"]
-    return found + [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
+            commands += [*_commands(earlier, recipes), f"crosshead train {name}"]
+    return commands + [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
 
 
 def _source(commands: list[str]) -> str | None:
-    """The Hub id of the first command's source."""
+    """Hub id of the source of the first command, or None if that is local."""
     source = commands[0].split()[2] if commands else None
     return None if source is None or source.startswith(LOCAL) else source

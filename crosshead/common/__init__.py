@@ -1,1 +1,1 @@
-"""Helpers that several folders of crosshead share; it imports none of them."""
+"""Helpers shared by several packages of crosshead; this package imports none of those."""

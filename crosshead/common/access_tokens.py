@@ -1,4 +1,4 @@
-"""Access tokens: found by their form, and left out of configurations and other files of a model."""
+"""Detects access tokens by their form, and removes them from the configurations and other files of a model."""
 
 import json
 import re
@@ -22,38 +22,39 @@ FORMS = (
     r"pypi-AgE[A-Za-z0-9_-]{50,}",  # PyPI and its test server
     r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",  # JSON web tokens
 )
+"""Regular expressions of the access tokens of common services."""
 BEFORE = (r"(?<![A-Za-z0-9])", r"(?<=%[0-9A-Fa-f]{2})", r"(?<=\\[bfnrt])", r"(?<=\\u[0-9A-Fa-f]{4})")
-"""What a token may follow: no letter or digit, but for an escape of a URL or of JSON."""
+"""Lookbehinds: before a token stands no letter or digit, except as part of a URL escape or a JSON escape."""
 TOKEN = re.compile(rf"(?:{'|'.join(BEFORE)})(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----")
-"""Access tokens of common services, in plain text or after an escaped line break of JSON."""
+"""Matches an access token of a common service, in plain text or after an escape such as `\\n`, or a private key."""
 
 
 def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The content of a JSON object without the values that hold a token, and the names of those."""
-    kept, names = {}, []
+    """The JSON object without the values that contain a token, and the dotted keys of the removed values."""
+    clean, names = {}, []
     for name, value in content.items():
         if isinstance(value, Mapping):
-            kept[name], inner = without_tokens(value)
-            names += [f"{name}.{each}" for each in inner]
+            clean[name], inner = without_tokens(value)
+            names += [f"{name}.{key}" for key in inner]
         elif TOKEN.search(json.dumps(value, default=str)):
             names.append(name)
         else:
-            kept[name] = value
-    return kept, names
+            clean[name] = value
+    return clean, names
 
 
 def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
-    """Remove tokens from JSON files; returns the removed values' names by file. `ValueError` where a token remains."""
+    """Remove tokens from JSON files; return file name -> removed keys. `ValueError` if a token cannot be removed."""
     removed = {}
     for path in files:
         text = path.read_text(encoding="utf-8")
         if TOKEN.search(text) is None:
             continue
         content = json.loads(text)
-        kept, names = without_tokens(content) if isinstance(content, dict) else (content, [])
-        left = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
-        if TOKEN.search(left):
+        clean, names = without_tokens(content) if isinstance(content, dict) else (content, [])
+        cleaned_text = json.dumps(clean, indent=2, ensure_ascii=False) + "\n"
+        if TOKEN.search(cleaned_text):
             raise ValueError(f"{path.name} holds an access token: remove it from the file, and revoke it")
-        path.write_text(left, encoding="utf-8")
+        path.write_text(cleaned_text, encoding="utf-8")
         removed[path.name] = names
     return removed

@@ -8,7 +8,7 @@ from .errors import EvalError
 
 
 def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
-    """`EvalError` if a file cannot be written; called before the work is done."""
+    """`EvalError` if a file cannot be written. Called before a long computation whose result goes to these files."""
     for path in paths:
         if not path.parent.is_dir():
             raise EvalError(f"the directory of {path} does not exist: create it first")
@@ -23,14 +23,14 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
 
 
 def write_whole(contents: Mapping[Path, str]) -> None:
-    """Write each file under a temporary name in its directory, then rename all of them; a link keeps its place."""
+    """Write each file under a temporary name in its directory, then rename all. The target of a link is replaced."""
     if broken := next((path for path in contents if path.is_symlink() and not path.exists()), None):
         raise EvalError(f"{broken} is a broken link: remove it")
     targets = {path: Path(os.path.realpath(path)) for path in contents}
     partial = {path: target.with_name(f".{target.name}.partial") for path, target in targets.items()}
     try:
         for path, content in contents.items():
-            partial[path].unlink(missing_ok=True)  # it may be a link to another file
+            partial[path].unlink(missing_ok=True)  # a leftover may be a link to another file
             partial[path].write_text(content, encoding="utf-8")
         for path in contents:
             partial[path].replace(targets[path])

@@ -1,4 +1,4 @@
-"""Reads JSON from untrusted files; an error is one line that names the file."""
+"""Reads JSON from untrusted files; every error is one line that names the file."""
 
 import json
 import reprlib
@@ -12,34 +12,35 @@ from .file_bytes import opened, read_at
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, 100
 _LONGEST = 120
+"""Maximum characters of a file's content in an error message."""
 
 
 def shown(value: Any) -> str:
-    """A value from a file for a message: quoted, shortened, without line breaks."""
+    """A value from a file as text for an error message: quoted and shortened, without line breaks."""
     return _SHORT.repr(value)[:_LONGEST]
 
 
-def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
-    """The JSON object in a file; an error above `largest` bytes; `what` names the kind of file in the message."""
+def read_object(path: Path, largest: int, kind: str) -> dict[str, Any]:
+    """The JSON object in a file of at most `largest` bytes; `kind` names the kind of file in the error message."""
     with opened(path) as (descriptor, status):
         if status.st_size > largest:
-            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
+            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {kind}: fetch it again")
         raw = read_at(descriptor, path, 0, status.st_size)
     return parse_object(raw, str(path))
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`, which `where` names in errors; refused if a key occurs twice or a number is NaN."""
+def parse_object(raw: bytes, source: str) -> dict[str, Any]:
+    """The JSON object in `raw`, which `source` names in errors; repeated keys, NaN and infinity are errors."""
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError as error:
-        raise ConversionError(f"{where} is nested too deeply to be read: fetch the file again") from error
-    except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or one of ours
+        raise ConversionError(f"{source} is nested too deeply to be read: fetch the file again") from error
+    except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or raised by the two hooks
         raise ConversionError(
-            f"{where} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
+            f"{source} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
         ) from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{where} holds {shown(content)} instead of a JSON object: fetch the file again")
+        raise ConversionError(f"{source} holds {shown(content)} instead of a JSON object: fetch the file again")
     return content
 
 

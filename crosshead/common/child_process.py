@@ -1,4 +1,4 @@
-"""Runs a program in a child process, and reads the memory that the system counts for this process."""
+"""Runs a program in a child process, and reads the memory counters of this process."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ STATUS = Path("/proc/self/status")
 def run_child(
     command: Sequence[str], name: str, error_type: type[ValueError], environment: Mapping[str, str] | None = None
 ) -> bytes:
-    """The standard output of a program; an error of the given type, with the last line of stderr, if it fails."""
+    """Run a program and return its stdout; if it fails, raise `error_type` with the last line of its stderr."""
     # In its own process group, so that Ctrl-C reaches only this process, which then kills the child.
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, process_group=0) as process:
@@ -26,6 +26,6 @@ def run_child(
 
 
 def memory_status(field: str) -> int:
-    """Bytes in a field of this process's status, such as VmHWM, the peak of resident memory; 0 without the field."""
+    """Bytes of a field in /proc/self/status, such as VmHWM, the peak resident memory; 0 if there is no such field."""
     lines = STATUS.read_text(encoding="utf-8").splitlines() if STATUS.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

@@ -1,15 +1,13 @@
-"""Errors that a user sees as one line: the message names the wrong thing, its value, and what to do."""
+"""Errors that a user sees as one line: the message names the faulty input, its value, and the remedy."""
 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 BARE = (LookupError, ArithmeticError, AttributeError)
-"""Exceptions whose message is only a name or a number."""
-
-
+"""Exceptions whose message is often only a name or a number."""
 CREDENTIALS = re.compile(r"(\b\w+://)[^/@\s]+@")
-"""A user's name and password in a URL, behind its scheme."""
+"""Matches user name and password after the scheme of a URL."""
 
 
 class ConversionError(ValueError):
@@ -29,20 +27,20 @@ class EvalError(ValueError):
 
 
 class CardError(ValueError):
-    """A card cannot be written; the folder is unchanged."""
+    """A model card cannot be written; the folder is unchanged."""
 
 
 class FolderError(ValueError):
-    """A folder cannot be published."""
+    """A model folder cannot be published."""
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message on one line, with the exception's type where the message alone says too little."""
+    """The message of an exception on one line, without credentials; with its type if it is BARE or has no message."""
     message = CREDENTIALS.sub(r"\1", " ".join(str(error).split()))
     return f"{type(error).__name__} {message}".strip() if isinstance(error, BARE) or not message else message
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names nearest to an unknown one, as the end of a message."""
+    """A hint with the known names most similar to an unknown one, to append to a message; empty if none is close."""
     close = get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,4 +1,4 @@
-"""Reads parts of files without mapping them: mapped pages would count as memory of this process."""
+"""Reads byte ranges of files without mmap, because mapped pages would count as memory of this process."""
 
 import os
 import stat
@@ -9,12 +9,12 @@ from pathlib import Path
 from .errors import ConversionError
 
 CHUNK = 1 << 20
-"""Bytes of one read: a multiple of every item size, small enough for a processor's cache."""
+"""Bytes per read: a multiple of every item size, small enough for the CPU cache."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """The descriptor and status of a regular file; an `OSError` in the block becomes a `ConversionError`."""
+    """Open a regular file; yield descriptor and status. An `OSError` in the block becomes a `ConversionError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would block
     except (OSError, ValueError) as error:
@@ -36,7 +36,7 @@ def _unreadable(path: Path, error: OSError | ValueError) -> str:
 
 
 def fill(buffer: memoryview, descriptor: int, path: Path, start: int) -> None:
-    """Read from `start` on until the buffer is full."""
+    """Fill the buffer with the bytes from offset `start`; `ConversionError` if the file ends before."""
     while buffer:
         count = os.preadv(descriptor, [buffer], start)
         if not count:
@@ -47,14 +47,14 @@ def fill(buffer: memoryview, descriptor: int, path: Path, start: int) -> None:
 
 
 def read_at(descriptor: int, path: Path, start: int, count: int) -> bytes:
-    """A few bytes from `start` on."""
+    """`count` bytes from offset `start`, in one piece."""
     raw = bytearray(count)
     fill(memoryview(raw), descriptor, path, start)
     return bytes(raw)
 
 
 def chunks_at(path: Path, start: int, count: int) -> Iterator[memoryview]:
-    """`count` bytes from `start` on in pieces of `CHUNK`, each good until the next is asked for."""
+    """`count` bytes from offset `start`, in pieces of `CHUNK` bytes; the next piece overwrites the buffer."""
     buffer = memoryview(bytearray(CHUNK))
     with opened(path) as (descriptor, _):
         for offset in range(0, count, CHUNK):

@@ -1,4 +1,4 @@
-"""Digests of files, and the fingerprint of a model directory, which changes with its configuration or its weights."""
+"""Digests of files, and the fingerprint of a model directory, which changes with its config.json or weights."""
 
 import hashlib
 import json
@@ -9,20 +9,20 @@ from .errors import EvalError
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 SAMPLE = 4096
-"""The bytes read of each tensor: all bytes would take minutes, and training changes these too."""
+"""Bytes read from each tensor. Training changes them as well, and reading all bytes would take minutes."""
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """A sha256 of the digests of files, in their order."""
-    found = hashlib.sha256()
+    """The sha256 of the sha256 digests of the files, in the given order."""
+    digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
-            found.update(hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def model_fingerprint(folder: Path) -> str:
-    """A sha256 of config.json and, for each weights file, of its size, header and first bytes of each tensor."""
+    """The sha256 of config.json and of the name, size, header and first bytes per tensor of each safetensors file."""
     try:
         digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in sorted(folder.glob(WEIGHTS)):
@@ -34,6 +34,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _parts(path: Path) -> Iterator[bytes]:
+    """The bytes of a safetensors file that go into the fingerprint."""
     size = path.stat().st_size
     yield f"{path.name} {size}".encode()
     with path.open("rb") as file:
@@ -46,7 +47,7 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 
 def _offsets(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """The beginning and the end of each tensor, in the order of the file."""
+    """First and last (exclusive) byte of each tensor, counted after the header, in the order of the file."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         return sorted((int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in entries))

@@ -1,4 +1,4 @@
-"""The memory that this process may still allocate: free memory within the limits of its control groups."""
+"""The memory that this process can still allocate: free memory within the limits of its cgroups."""
 
 import os
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ MEMORY_INFO = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 ROOM = 1.25
-"""Memory to load and run a whole model, as a multiple of its float32 weights."""
-# Version of control groups -> subfolder, file of the limit, file of the usage, prefix in the statistics.
+"""Memory to load and run a whole model, as a multiple of the bytes of its weights."""
+# cgroup version -> subfolder, file with the limit, file with the usage, prefix of the keys in memory.stat.
 _FILES = {
     "v2": ("", "memory.max", "memory.current", ""),
     "v1": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -20,7 +20,7 @@ _FILES = {
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now; half of all memory where the system does not report free memory."""
+    """Bytes that can be allocated now; without /proc/meminfo (macOS), half of all memory."""
     if not MEMORY_INFO.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
@@ -28,17 +28,17 @@ def available_memory() -> int:
 
 
 def fits_in_memory(size: int, device: torch.device = CPU) -> bool:
-    """Whether a model with `size` bytes of weights can be loaded and run in the free memory of a device."""
+    """True if a model with `size` bytes of weights can be loaded and run in the free memory of the device."""
     free = available_memory() if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
     return size * ROOM <= free
 
 
 def _left_in_groups() -> Iterator[int]:
-    """The bytes left under the limit of each control group of this process."""
+    """Bytes left below the memory limit, for each cgroup of this process and its parents."""
     for version, path in _own_groups():
         mount, limit, used, prefix = _FILES[version]
         root = GROUPS / mount
-        # Within a container the path may name a folder of the host, or a parent of the mounted groups.
+        # In a container, the path may name a folder of the host, or a parent of the mounted cgroups.
         own = root if ".." in path.split("/") else root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root) and (group / limit).exists():
@@ -46,7 +46,7 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _own_groups() -> Iterator[tuple[str, str]]:
-    """The control groups of this process that account for memory: the version and the path."""
+    """Version and path of each cgroup of this process that accounts for memory."""
     lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -55,9 +55,10 @@ def _own_groups() -> Iterator[tuple[str, str]]:
 
 
 def _left(limit: Path, used: Path, statistics: Path, prefix: str) -> Iterator[int]:
+    """Bytes left in one cgroup; nothing if it has no limit."""
     if limit.read_text().strip() == "max":
         return
     parts = dict(line.split() for line in statistics.read_text().splitlines())
-    # The page cache is freed on demand; tmpfs, which "file" would include, is not.
+    # The page cache is freed on demand. The key "file" would include tmpfs, which is not freed.
     files = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
     yield int(limit.read_text()) - int(used.read_text()) + files

@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hub, or of a folder with a copy of one. Every error of datasets becomes one line."""
+"""Reads the rows of a dataset on the Hub or of a local copy; every error of datasets becomes one line."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 from .errors import one_line
 
 SIGNED_QUERY = re.compile(r"\?\S*")
-"""The part of a URL that may contain a signature."""
+"""Matches the query of a URL, which may contain a signature."""
 EMPTY_SPLIT = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
-"""Parts of the messages of datasets about a split or file without rows."""
+"""Parts of the error messages of datasets about a split or a file without rows."""
 
 
 def hub_rows(
     path: str, subset: str | None, columns: Sequence[str], error_type: type[ValueError], **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """All rows, with those of the columns that there are; with all columns if there is none of them.
+    """All rows with the requested columns that exist; with all columns if none of them exists.
 
-    `options` are those of `datasets.load_dataset`, at least the split. Errors are of the given type.
+    `options` are arguments of `datasets.load_dataset`, at least `split`. Errors are raised as `error_type`.
     """
     try:
         from datasets import load_dataset
@@ -28,13 +28,13 @@ def hub_rows(
         rows = load_dataset(path, subset, **options)
         present = [column for column in columns if column in (rows.column_names or ())]
         if present:
-            rows = rows.select_columns(present)  # others may be images
+            rows = rows.select_columns(present)  # decoding other columns, such as images, would take time
         yield from rows
 
 
 @contextmanager
 def reading_hub(path: str, split: str, error_type: type[ValueError]) -> Iterator[None]:
-    """An error of the given type, in one line, for all errors of datasets."""
+    """A context that turns every error of datasets into an `error_type` with a message of one line."""
     try:
         with _silent_datasets():
             yield
@@ -52,7 +52,7 @@ def reading_hub(path: str, split: str, error_type: type[ValueError]) -> Iterator
 
 @contextmanager
 def _silent_datasets() -> Iterator[None]:
-    """Without progress bars and log messages of datasets: its errors become one line."""
+    """A context without progress bars and log messages of datasets."""
     import datasets
 
     is_silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()

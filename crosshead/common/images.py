@@ -1,35 +1,35 @@
-"""Reads images as a model does: with Pillow and the model's own image processor."""
+"""Reads images with Pillow and the model's own image processor."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's public one needs torchvision
 
 from .errors import ConversionError, one_line
 from .model_places import placed
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-"""Of the names of image files, in small letters."""
+"""Suffixes of image files, in lower case."""
 MODES = {1: "L", 3: "RGB"}
-"""The channels of a model -> Pillow's name for such images."""
+"""Number of channels of the model -> mode of Pillow."""
 HIGHEST = 255
-"""The highest pixel value of such images."""
+"""Highest pixel value in these modes."""
 
 
-def open_processor(place: str | Path, label: str) -> Any:
-    """The image processor of a directory or a Hub id, `label` names the model in errors."""
-    local = Path(place).is_dir()
+def open_processor(model: str | Path, label: str) -> Any:
+    """The image processor of a model, given as a directory or a Hub id; `label` names the model in errors."""
+    local = Path(model).is_dir()
     try:
         return AutoImageProcessor.from_pretrained(
-            **placed(str(place)), local_files_only=local, trust_remote_code=False
+            **placed(str(model)), local_files_only=local, trust_remote_code=False
         )
     except Exception as error:  # damaged files, and libraries that a processor needs
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
 
 
 def upright(image: Any, channels: int) -> Any:
-    """An image of Pillow with 1 or 3 channels, upright; `ValueError` if Pillow would cut off its numbers at 255."""
+    """Rotate a Pillow image by its EXIF data and convert it to 1 or 3 channels; `ValueError` for more than 8 bits."""
     from PIL import ImageOps
 
     if image.mode == "F" or (image.mode.startswith("I") and image.convert("I").getextrema()[1] > HIGHEST):
@@ -39,7 +39,7 @@ def upright(image: Any, channels: int) -> Any:
 
 
 def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
-    """The pixel values (1, channels, height, width) of an image."""
+    """The pixel values of an image file, (1, channels, height, width), from the image processor."""
     try:
         from PIL import Image
     except ImportError:
@@ -49,16 +49,16 @@ def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
             pixels = processor(upright(image, channels), return_tensors="pt")
     except Exception as error:  # Pillow and processors raise many types of errors
         raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
-    found: torch.Tensor = pixels["pixel_values"]
-    return found
+    values: torch.Tensor = pixels["pixel_values"]
+    return values
 
 
 def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
-    """`processed_image`, for a model that reads images of this shape alone."""
-    found = processed_image(file, processor, shape[0]).float()
-    if found.shape[1:] != shape:
+    """The float32 pixel values of an image file; `ConversionError` unless their shape is (1, *shape)."""
+    pixels = processed_image(file, processor, shape[0]).float()
+    if pixels.shape[1:] != shape:
         raise ConversionError(
-            f"the image processor in {label} gives pixel values of shape {list(found.shape[1:])}, but the model "
+            f"the image processor in {label} gives pixel values of shape {list(pixels.shape[1:])}, but the model "
             f"reads {list(shape)}: use the model's own preprocessor_config.json"
         )
-    return found
+    return pixels

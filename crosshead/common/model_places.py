@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or a Hub id, with an optional revision behind it."""
+"""Location of a model: a folder, or a Hub id with an optional revision, `organisation/model@revision`."""
 
 import os
 from pathlib import Path
@@ -8,39 +8,39 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
 
 RESULT, TRAINING = "model", "training.json"
-"""The name of the folder that a training writes, and its record there."""
-
+"""Name of the model folder that a training run writes, and of the training record in it."""
 MOST_LAYERS = 1000
+"""Maximum number of layers; the loading of a damaged config with more would not end."""
 LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 LICENCE_FILES = tuple(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md"))
-"""Files that stay with a model and what is made from it."""
+"""Licence files, which are copied from a model to every model made from it."""
 LOADER_STATE = ("is_local", "local_files_only")
-"""Arguments of loading that transformers saves among a tokenizer's settings, where they would apply to everyone."""
+"""Loading arguments that transformers saves in tokenizer_config.json, where they would affect every later load."""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """A Hub id such as `organisation/model@revision` in its two parts; any other name has no revision."""
-    place, mark, revision = name.rpartition("@")
-    if not (mark and place and revision) or os.path.exists(name):
+    """Split `organisation/model@revision` into Hub id and revision; the revision is None for any other name."""
+    model, mark, revision = name.rpartition("@")
+    if not (mark and model and revision) or os.path.exists(name):
         return name, None
-    return place, revision
+    return model, revision
 
 
-def expanded(place: str | Path) -> Path:
-    """A path with the home folder for `~`; that of an unknown user, where `Path.expanduser` raises, stays as it is."""
-    return Path(os.path.expanduser(place))
+def expanded(path: str | Path) -> Path:
+    """The path with `~` replaced by the home folder. `Path.expanduser` would raise for `~` of an unknown user."""
+    return Path(os.path.expanduser(path))
 
 
 def model_label(name: str) -> str:
-    """A short name: a Hub id, the name of a folder, or of a training's result that of its run."""
-    if not (place := expanded(name)).is_dir():
+    """A short name of the model: its Hub id, its folder name or, for the result of a training run, the run name."""
+    if not (path := expanded(name)).is_dir():
         return name
-    place = place.resolve()
-    return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name
+    path = path.resolve()
+    return path.parent.name if path.name == RESULT and (path / TRAINING).is_file() else path.name
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is valid on the Hub."""
+    """True if the name is a valid Hub id."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -49,22 +49,23 @@ def is_hub_id(name: str) -> bool:
 
 
 def placed(name: str) -> dict[str, str]:
-    """The arguments of `from_pretrained` for a name: a model's, or a model's with a revision."""
-    place, revision = split_revision(name)
-    return {"pretrained_model_name_or_path": place} | ({} if revision is None else {"revision": revision})
+    """The arguments of `from_pretrained` for a folder or Hub id, with the revision if the name has one."""
+    model, revision = split_revision(name)
+    return {"pretrained_model_name_or_path": model} | ({} if revision is None else {"revision": revision})
 
 
 def check_layers(config: Any, name: str, error_type: type[ValueError]) -> None:
-    """An error of the given type for a number of layers that no model has, and whose loading would not end."""
+    """Raise `error_type` if a config has more than MOST_LAYERS layers."""
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise error_type(f"{name} has num_hidden_layers={layers}: use at most {MOST_LAYERS:,}")
 
 
 def foreign_link(path: Path, folder: Path) -> Path | None:
-    """The target of a link that leads out of a folder to a file of another name; the Hub's cache may have such links.
+    """The target of a symbolic link that leads out of the folder to a file of another name; otherwise None.
 
-    It may be a private file that somebody wants to be copied or published.
+    Such a link may point to a private file, which must not be copied or published. Links into the blobs of the Hub's
+    cache are allowed.
     """
     if not path.is_symlink():
         return None

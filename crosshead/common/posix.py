@@ -1,4 +1,4 @@
-"""File locks, and the check for a system that has them: models load on Windows, most commands need POSIX."""
+"""File locks, and the check for a POSIX system: models load on Windows, but most commands need file locks."""
 
 import logging
 from pathlib import Path
@@ -8,11 +8,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnsupportedSystemError(RuntimeError):
-    """The operating system lacks what a command needs."""
+    """The operating system lacks a function that the command needs."""
 
 
 def require_posix(task: str) -> None:
-    """`UnsupportedSystemError` on a system such as Windows; `task` is the subject of its message."""
+    """Raise `UnsupportedSystemError` on systems such as Windows; `task` is the subject of its message."""
     try:
         import fcntl  # noqa: F401
     except ImportError:
@@ -21,13 +21,13 @@ def require_posix(task: str) -> None:
         ) from None
 
 
-def lock_file(file: int | IO[Any], place: Path, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or its process ends, however it ends.
+def lock_file(file: int | IO[Any], path: Path, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends; `path` names it in messages.
 
-    `BlockingIOError` where another process holds the lock, unless `wait`. Returns False with a warning where the file
-    system has no locks, as some network file systems.
+    `BlockingIOError` if another process holds the lock; with `wait`, block until it is free. Some network file systems
+    have no locks: then log a warning and return False.
     """
-    require_posix(f"writing to {place}")
+    require_posix(f"writing to {path}")
     import fcntl  # not at the top: Windows has no such module
 
     try:
@@ -35,6 +35,6 @@ def lock_file(file: int | IO[Any], place: Path, wait: bool = False) -> bool:
     except BlockingIOError:
         raise
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): let no other process write there", place, error.strerror)
+        logger.warning("%s cannot be locked (%s): let no other process write there", path, error.strerror)
         return False
     return True

@@ -1,30 +1,30 @@
-"""Progress of long work: the interface, a counter, and an implementation that shows nothing."""
+"""Progress of long computations: the interface, a counter, and an implementation that shows nothing."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 Advance = Callable[[int, int], None]
-"""Called with the number of finished units and of all units."""
+"""Callback with the number of finished units and the total number of units."""
 
 
 class Progress(Protocol):
-    """Called with the stage, the amount done, the total if it is known, and a message such as the last loss."""
+    """Callback with the stage, the amount done, the total or None, and a message such as the last loss."""
 
     def __call__(self, stage: str, done: int, total: int | None, message: str = "") -> None:
-        """Show it."""
+        """Show the progress."""
 
 
 class Counter:
-    """Adds up finished units of a stage and shows the progress."""
+    """Counts the finished units of a stage and shows the progress."""
 
     def __init__(self, progress: Progress, stage: str, total: int) -> None:
         self._progress, self._stage, self._total, self._done = progress, stage, total, 0
 
     def add(self, units: int) -> None:
-        """Count finished units."""
+        """Add finished units, and show the progress."""
         self._done += units
         self._progress(self._stage, self._done, self._total)
 
 
 def silent(stage: str, done: int, total: int | None, message: str = "") -> None:
-    """Show nothing."""
+    """A `Progress` that shows nothing."""

@@ -1,4 +1,4 @@
-"""The check of a device, and torch's own settings inside a call, whatever the calling process has set."""
+"""Checks that a device exists, and restores the default settings of torch inside a call."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,14 +7,14 @@ import torch
 
 
 def check_device(device: str, error_type: type[ValueError]) -> None:
-    """An error of the given type if the device is CUDA and this machine has none."""
+    """Raise `error_type` if the device is CUDA and this machine has no CUDA device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise error_type("--device cuda: no CUDA device is available; use --device cpu")
 
 
 @contextmanager
 def default_torch_state() -> Iterator[None]:
-    """A context, or decorator, with the CPU as default device, float32, and neither autocast nor inference mode."""
+    """A context or decorator with default device CPU and dtype float32, without autocast and inference mode."""
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":

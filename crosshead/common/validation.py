@@ -1,4 +1,4 @@
-"""Errors of pydantic models as one line that names the key, its value and what is allowed."""
+"""Formats an error of a pydantic model as one line with the key, its value and the allowed values."""
 
 from collections.abc import Iterable
 
@@ -7,16 +7,20 @@ from pydantic import ValidationError
 from .errors import nearest
 
 
-def explained(error: ValidationError, known: Iterable[str], where: str) -> str:
-    """The first error; `where` comes before the key, `known` are the allowed keys. After `--` a key is an option."""
+def explained(error: ValidationError, known: Iterable[str], prefix: str) -> str:
+    """A message about the first error.
+
+    `prefix` is the text before the key; it ends in `--` if keys are command-line options.
+    `known` are the allowed keys.
+    """
     first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     key, equals = ".".join(map(str, first["loc"][:1])), "="
-    if where.endswith("--"):
+    if prefix.endswith("--"):
         key, equals = key.replace("_", "-"), " "
     if first["type"] == "extra_forbidden":
-        return f"{where}{key!r} is not an option{nearest(str(first['loc'][0]), known)}"
-    given = first["input"]
-    given = given if isinstance(given, int | float) else repr(given)
-    return f"{where}{key}{equals}{given} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return f"{prefix}{key!r} is not an option{nearest(str(first['loc'][0]), known)}"
+    value = first["input"]
+    value = value if isinstance(value, int | float) else repr(value)
+    return f"{prefix}{key}{equals}{value} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"

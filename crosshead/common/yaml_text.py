@@ -11,14 +11,16 @@ import yaml
 from .errors import one_line
 
 NULL = ("", "null", "~")
+"""Spellings of None."""
 LARGEST = 100_000
-"""Values of a document: references to references could make it as large as they like."""
+"""Maximum number of values in a document, because nested anchors can expand a small file to any size."""
 BOOLEANS = {"true": True, "false": False}
+"""Spelling in lower case -> value."""
 
 
 class _TextLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping; the base class would keep only the last value of a repeated key."""
+        """Construct a mapping; a repeated key is an error, where the base class would keep its last value."""
         keys = set()
         for key, _ in node.value:
             if str(key.value) in keys:
@@ -28,7 +30,7 @@ class _TextLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
 
 
 def parse_yaml(text: str) -> Any:
-    """A document whose scalars are all strings; `ValueError`, in one line, for invalid YAML and repeated keys."""
+    """The document with all scalars as strings; `ValueError` with one line for invalid YAML and repeated keys."""
     try:
         return _unshared(yaml.load(text, Loader=_TextLoader), count(1))
     except (yaml.YAMLError, RecursionError) as error:
@@ -36,7 +38,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path, name: str, error_type: type[ValueError]) -> Any:
-    """`parse_yaml` of a file; an error of the given type, which begins with the name, if that is impossible."""
+    """`parse_yaml` on a file; raise `error_type`, whose message begins with `name`, if the file is not valid."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +48,7 @@ def read_yaml(path: Path, name: str, error_type: type[ValueError]) -> Any:
 
 
 def _unshared(content: Any, number: Iterator[int]) -> Any:
-    """A copy in which the places that refer to one anchor can change independently."""
+    """A copy in which aliases of one anchor are separate objects; `number` counts the values."""
     if next(number) > LARGEST:
         raise yaml.YAMLError(f"more than {LARGEST:,} values, anchors resolved")
     if isinstance(content, dict):
@@ -55,7 +57,7 @@ def _unshared(content: Any, number: Iterator[int]) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """Strings as the null, boolean or finite number that they spell, also inside mappings and lists."""
+    """Convert strings to the null, boolean or finite number that they spell, also inside mappings and lists."""
     if isinstance(value, dict):
         return {key: typed(part) for key, part in value.items()}
     if isinstance(value, list):

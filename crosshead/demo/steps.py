@@ -1,4 +1,4 @@
-"""Named steps: a result is complete or absent, and is used again while the step's inputs are the same."""
+"""Runs named steps with atomic results; a finished step is not repeated while its inputs stay the same."""
 
 import hashlib
 import json
@@ -15,29 +15,31 @@ from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import versions, write_json
 
 RECORD = "demo.json"
+"""File with the record of the finished steps and the table of results."""
 WORK = ".work"
-"""The folder for unfinished steps, from which an interrupted step continues."""
+"""Folder for the files of unfinished steps, from which an interrupted step continues."""
 CONTINUE = "finished work is kept: repeat the command to continue"
+"""Note of an error in a step."""
 DIGITS = 16
-"""Length of a fingerprint."""
+"""Number of hexadecimal digits of a fingerprint."""
 Make = Callable[[Path, Progress], object]
-"""Takes a working directory of its own, which is kept until the step is done."""
+"""Function that runs a step; its working directory is kept until the step is done."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the demo."""
+    """A step of the demo."""
 
     name: str
     message: str
-    """Shown when the step starts."""
+    """Line to show when the step starts."""
     results: tuple[Path, ...]
-    """Files or folders that `make` moves to their places when they are complete."""
+    """Files or folders that the step creates atomically."""
     make: Make
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs apart from other steps and versions."""
+    """Inputs of the step, apart from the results of other steps and package versions."""
     needs: tuple[str, ...] = ()
-    """The steps whose results this one reads."""
+    """Names of the steps whose results this step reads."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Screen:
     tell: Callable[[str], None]
     """Prints a line."""
     watch: Callable[[], AbstractContextManager[Progress]]
-    """Gives the progress display of a step."""
+    """Returns a context with the progress display of a step."""
 
 
 class Record:
-    """The finished steps, in a JSON file that is written atomically."""
+    """The record of the finished steps, stored in a JSON file that is written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORD
@@ -60,22 +62,22 @@ class Record:
             self.content = read_record(self.path)
 
     def put(self, **changes: Any) -> None:
-        """Set fields, and write the file."""
+        """Set fields of the record, and write the file."""
         self.content |= changes
         write_json(self.path, self.content)
 
     def done(self, name: str) -> dict[str, Any]:
-        """The record of a finished step; empty for others."""
+        """The entry of a finished step; empty for an unfinished one."""
         return dict(self.content["steps"].get(name, {}))
 
-    def note(self, name: str, found: Mapping[str, Any] | None) -> None:
-        """Record a finished step, or with None remove its record."""
+    def note(self, name: str, entry: Mapping[str, Any] | None) -> None:
+        """Set the entry of a finished step; None removes the entry."""
         others = {key: value for key, value in self.content["steps"].items() if key != name}
-        self.put(steps=others if found is None else others | {name: dict(found)})
+        self.put(steps=others if entry is None else others | {name: dict(entry)})
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record of an earlier run; `ValueError` for another kind of file."""
+    """The record of an earlier run; `ValueError` if the file is not a record."""
     try:
         content = json.loads(path.read_bytes())
         steps = content["steps"]
@@ -93,8 +95,8 @@ def run_steps(steps: Sequence[Step], folder: Path, screen: Screen) -> None:
     record, fingerprints = Record(folder), dict[str, str]()
     for number, step in enumerate(steps, 1):
         fingerprints[step.name] = fingerprint = _fingerprint(step, fingerprints)
-        line, found = f"[{number}/{len(steps)}] {step.message}", record.done(step.name)
-        if found.get("identity") == fingerprint and all(path.exists() for path in step.results):
+        line, entry = f"[{number}/{len(steps)}] {step.message}", record.done(step.name)
+        if entry.get("identity") == fingerprint and all(path.exists() for path in step.results):
             screen.tell(f"{line}: done before")
             continue
         screen.tell(line)
@@ -108,13 +110,13 @@ def run_steps(steps: Sequence[Step], folder: Path, screen: Screen) -> None:
 
 
 def _fingerprint(step: Step, fingerprints: Mapping[str, str]) -> str:
-    """Equal for steps with the same inputs."""
+    """A hash of the inputs of a step: settings, the fingerprints of the steps it reads, and package versions."""
     content = [step.name, step.settings, [fingerprints[name] for name in step.needs], versions()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
 
 def _clear(step: Step, work: Path) -> None:
-    """Remove results and unfinished work of other inputs; keep the unfinished work of the same inputs."""
+    """Remove old results, and unfinished work for other inputs; create or keep `work`, for the current inputs."""
     for path in step.results:
         remove(path)
     work.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def _clear(step: Step, work: Path) -> None:
 
 
 def _timed(step: Step, work: Path, screen: Screen) -> dict[str, float]:
-    """Run a step; returns its wall-clock and CPU seconds, child processes included."""
+    """Run a step; return its wall-clock and CPU seconds, including child processes."""
     begun, before = time.perf_counter(), sum(os.times()[:4])
     with screen.watch() as show:
         try:

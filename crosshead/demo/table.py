@@ -1,4 +1,4 @@
-"""The demo's table of results, made from the JSON files of its steps."""
+"""Makes the demo's table of results from the JSON files of its steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,17 @@ from crosshead.conversion.sources.model_folder import RECORD, record_file
 Row = dict[str, Any]
 GRAMMAR, PROSE = "grammar", "prose"
 HEADS = ("model", "KV cache", "perplexity", "against source", "grammar", "against source")
+"""Column heads; UNITS is the second line."""
 LARGEST = 1e5
-"""Larger numbers are shown as powers of ten."""
+"""Perplexities from this value on are shown in scientific notation."""
 UNITS = ("", "bytes/token", "of prose", "", "right", "")
 
 
 def rows(descriptions: Mapping[str, str], models: Mapping[str, str], scores: Path, decoded: Path) -> list[Row]:
-    """A row for each model, the source first: cache, scores, and differences from the source."""
+    """One row per model, the source first: cache, scores, and differences from the source.
+
+    `descriptions` and `models` map a name to a description and a path; `scores` and `decoded` are JSON files.
+    """
     report, caches = _read(scores), {each["model"]: each for each in _read(decoded)["models"]}
     scored = {each["model"]: each for each in report["models"]}
     changes = {each["second"]: each for each in report["compared"]}
@@ -37,11 +41,11 @@ def rows(descriptions: Mapping[str, str], models: Mapping[str, str], scores: Pat
     ]
 
 
-def table_lines(found: list[Row]) -> Iterator[str]:
-    """Two lines for each model: figures and description."""
-    cells = [_cells(row) for row in found]
+def table_lines(models: list[Row]) -> Iterator[str]:
+    """The table as text, with two lines per model: numbers and description."""
+    cells = [_cells(row) for row in models]
     widths = [max(map(len, column)) for column in zip(HEADS, UNITS, *cells, strict=True)]
-    for line, row in zip((HEADS, UNITS, *cells), (None, None, *found), strict=True):
+    for line, row in zip((HEADS, UNITS, *cells), (None, None, *models), strict=True):
         padded = [line[0].ljust(widths[0])]
         padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         yield "  ".join(padded).rstrip()
@@ -62,7 +66,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
-    """A difference with its interval."""
+    """A difference from the source with its confidence interval."""
     if row is None:
         return ""
     if row["verdict"] == "equal":
@@ -72,10 +76,10 @@ def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
     return f"{change} [{low}, {high}]"
 
 
-def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
-    """The decoded text of each model, and the size of its cache."""
+def sample_lines(models: list[Row], prompt: str) -> Iterator[str]:
+    """The decoded text of each model and the size of its KV cache, as lines."""
     yield f"{prompt} ..."
-    for row in found:
+    for row in models:
         if row["decoded"] is not None:
             text, tokens = " ".join(row["decoded"]["text"].split()), row["decoded"]["cached_tokens"]
             yield f"  {row['name']}: {text!r}"
@@ -83,7 +87,7 @@ def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
 
 
 def _record(folder: Path) -> Any:
-    """The record of a conversion: in the folder, or next to a stock model."""
+    """The record of a conversion: in the folder, or for a stock model next to it."""
     inside = folder / RECORD
     return _read(inside if inside.is_file() else record_file(folder, stock=True))
 

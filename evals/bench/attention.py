@@ -1,6 +1,6 @@
 """Benchmark runs of one attention layer: `mixture`, `talking` and `explicit`, and the attention that they replace.
 
-Both sides of a case have the same random queries, keys and values.
+Ours and the baseline have the same random queries, keys and values.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +26,11 @@ from .case import SEED
 from .pairs import Run
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From query, key and value (B, heads, T, d) to outputs (B, T, H, d)."""
+"""Attention function: query, key and value (B, heads, T, d) -> outputs (B, T, H, d)."""
 UNCACHED_BYTES = 2**28
-"""Keys and values of all layers together: more than the cache of a processor holds."""
+"""Size in bytes of the keys and values of all layers together: more than a processor's cache holds."""
 PADDED, NORMED_KEYS, TWO_QUERIES = "padded", "normed keys", "two at once"
-"""Kinds of decoding: with a padding mask, with keys that the backbone norms, with two new tokens."""
+"""Kinds of decoding: with a padding mask, with keys that the backbone normalises, with two new tokens."""
 
 
 def mixture_layer(
@@ -46,8 +46,8 @@ def mixture_layer(
 ) -> Run:
     """Attention of the selected heads, by random gates; the baseline is dense attention of all heads.
 
-    With `padded`, a mask hides the first keys. `published` takes the function that a published model contains, which
-    runs where crosshead is not installed.
+    With `padded`, a mask hides the first keys. `published` uses the attention function in the code of a published
+    model, which runs without crosshead.
     """
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril() if padded else None
     if mask is not None:
@@ -67,7 +67,7 @@ def mixture_layer(
 
 
 def random_gates(tokens: int, heads: int, active: int, shared: int) -> Tensor:
-    """Gates (1, T, H): 1 for the active heads of a token, which include the first `shared` heads, otherwise 0."""
+    """Return gates (1, T, H): 1 for a token's active heads, which include the first `shared` heads, otherwise 0."""
     torch.manual_seed(SEED)
     scores = torch.rand(1, tokens, heads)
     scores[..., :shared] = 2.0
@@ -77,9 +77,9 @@ def random_gates(tokens: int, heads: int, active: int, shared: int) -> Tensor:
 def talking_layer(
     ours: bool, against: str, tokens: int, heads: int, head_dim: int, gradients: bool, published: bool
 ) -> Run:
-    """Attention in blocks with random maps across heads; `against` names the baseline: eager, or sdpa without maps.
+    """Talking-heads attention in blocks, with random head maps; the baseline `against` is eager, or sdpa without maps.
 
-    `published` is as in `mixture_layer`.
+    `published` uses the attention function in the code of a published model, which runs without crosshead.
     """
     if not ours and against == "sdpa":
         return attention_run(dense_attention, tokens, heads, head_dim, gradients)
@@ -102,7 +102,7 @@ def talking_layer(
 def explicit_decoding(
     ours: bool, query_heads: int, key_value_heads: int, head_dim: int, tokens: int, batch: int, kind: str = ""
 ) -> Run:
-    """Attention of the last query, or of the last two, with half as many component heads as KV heads."""
+    """One decoding step with half as many component heads as KV heads: attention of the last one or two queries."""
     torch.manual_seed(SEED)
     query = torch.randn(batch, query_heads, 2 if kind == TWO_QUERIES else 1, head_dim)
     heads = key_value_heads // 2 if ours else key_value_heads
@@ -129,7 +129,7 @@ def explicit_decoding(
 
 
 def _decoding_mask(kind: str, tokens: int, batch: int) -> Tensor | None:
-    """(batch, 1, queries, tokens), or None if each query sees all keys."""
+    """Return a mask (batch, 1, queries, tokens), or None if each query sees all keys."""
     keys = torch.arange(tokens)
     if kind == TWO_QUERIES:
         return (keys <= torch.tensor([[tokens - 2], [tokens - 1]])).expand(batch, 1, -1, -1)
@@ -139,9 +139,10 @@ def _decoding_mask(kind: str, tokens: int, batch: int) -> Tensor | None:
 def uncached_layers(
     batch: int, heads: int, tokens: int, head_dim: int, baseline_heads: int, by_token: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of many layers in a cycle, so that those of the next layer are never in the processor's cache.
+    """Cycle through keys and values of many layers, so that the next ones are never in the processor's cache.
 
-    The baseline has `baseline_heads`, and as many layers. `by_token` stores the heads of a token side by side.
+    The number of layers follows from `baseline_heads`, so that both sides have the same number. `by_token` stores the
+    heads of a token next to each other.
     """
     itemsize = torch.get_default_dtype().itemsize
     layers = max(1, -(-UNCACHED_BYTES // (2 * batch * baseline_heads * tokens * head_dim * itemsize)))
@@ -156,7 +157,7 @@ def uncached_layers(
 def attention_run(
     attend: Attend, tokens: int, heads: int, head_dim: int, gradients: bool, parameters: Iterable[Tensor] = ()
 ) -> Run:
-    """A call of `attend`; with `gradients`, also the gradients of its inputs and of the parameters."""
+    """Return a run that calls `attend`; with `gradients`, also its backward pass to the inputs and `parameters`."""
     torch.manual_seed(SEED)
     inputs = [torch.randn(1, heads, tokens, head_dim, requires_grad=gradients) for _ in range(3)]
     output_gradient = torch.randn(1, tokens, heads, head_dim)
@@ -167,21 +168,21 @@ def attention_run(
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's own attention by its fastest kernel; causal if there is no mask."""
+    """Return attention outputs of torch's fastest kernel; causal if there is no mask."""
     return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None).transpose(1, 2)
 
 
 def stock_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """The sdpa attention of a stock model, in which query heads may share keys.
+    """Return outputs of the sdpa attention of a stock model, in which query heads may share keys.
 
-    Without a mask, the kernel shares the keys, which is slow on a CPU. With a mask and one query, the heads that share
-    keys become queries of one head, which takes about half the time; with several queries, the keys are repeated.
+    Without a mask, the kernel shares the keys, which is slow on a CPU. With a mask and one query, query heads that
+    share keys become queries of one head, which takes about half the time. With several queries, keys are repeated.
     """
     return sdpa_attention_forward(_layer(query, key), query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
 
 
 def build_mechanism(name: str, layout: HeadLayout, **options: Any) -> Mechanism:
-    """A mechanism as the only one of a layer, in evaluation mode."""
+    """Build a mechanism as the only one of a layer, in evaluation mode."""
     settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
     return MECHANISMS[name](shared_layout(settings, layout), settings[name]).eval()
 
@@ -193,7 +194,10 @@ def mechanism_attention(
     implementation: str = "sdpa",
     function: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
 ) -> Tensor:
-    """Attention of a layer with only this mechanism, causal without a mask; `function` replaces the registered one."""
+    """Return the attention outputs of a layer with only this mechanism, causal if there is no mask.
+
+    `function` replaces the registered attention function.
+    """
     state.function = mechanism.attention_function(state, implementation, mask is not None)
     mechanism.after_cache(state)
     function = function or ALL_ATTENTION_FUNCTIONS[state.function or implementation]
@@ -202,10 +206,10 @@ def mechanism_attention(
 
 
 def _layer(query: Tensor, key: Tensor) -> Any:
-    """The fields of an attention module that attention functions read."""
+    """Return the fields of an attention module that attention functions read."""
     return SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
 
 
 def _implementation(name: str, query: Tensor, published: bool) -> str:
-    """The attention implementation: the mechanism's Triton kernels on a GPU, otherwise sdpa."""
+    """Return the attention implementation: the mechanism's Triton kernels on a GPU, otherwise sdpa."""
     return f"crosshead_{name}_triton" if query.is_cuda and not published else "sdpa"

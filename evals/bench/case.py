@@ -12,42 +12,41 @@ from crosshead.common.errors import EvalError, nearest
 from .pairs import Run
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""By device."""
+"""Device -> dtype of weights and inputs."""
 SEED = 0
-"""Of weights and inputs."""
+"""Seed of random weights and inputs."""
 TIME, MEMORY, TOTAL_MEMORY, RESULT = "time", "memory", "total memory", "result"
-"""Values of `Case.measured`: the time of a run; the peak memory of a run beyond its inputs, or with them; the number
-that the run returns."""
+"""Values of `Case.measured`: the time of a run; its peak memory without or with inputs; the number it returns."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a benchmark report."""
+    """A benchmark case, which is one line of the report."""
 
     name: str
     description: str
     baseline: str
-    """The description of the baseline."""
+    """Description of the baseline."""
     make: Callable[..., Run]
-    """Prepares one side: called with `ours`, True or False, and the shape."""
+    """Builds ours or the baseline: called with `ours`, True or False, and the shape as keywords."""
     shape: Mapping[str, Any]
     targets: Mapping[str, float] = field(default_factory=dict)
-    """The maximum ratio of ours to the baseline, by device."""
+    """Device -> maximum ratio of ours to the baseline."""
     measured: str = TIME
     unit: str = "seconds"
     within_noise: bool = False
-    """The target is met if the lower quartile meets it; otherwise the median must."""
+    """True if the lower quartile of the ratios must meet the target, False if their median must."""
     dtype: str | None = None
-    """The name of the dtype; None means the device's, from `DTYPES`."""
+    """Name of the dtype; None means the device's dtype in `DTYPES`."""
     work: int | None = None
-    """Bytes that each side processes, for a throughput."""
+    """Number of bytes that each side processes, for a throughput; None reports no throughput."""
 
     def side(self, ours: bool) -> Run:
-        """Ours or the baseline, ready to run."""
+        """Build ours or the baseline."""
         return self.make(ours, **self.shape)
 
     def pair(self) -> tuple[Run, Run]:
-        """Ours and the baseline."""
+        """Build ours and the baseline."""
         return self.side(ours=True), self.side(ours=False)
 
     @property
@@ -57,7 +56,7 @@ class Case:
 
 
 def choose_cases(cases: Sequence[Case], names: Sequence[str], command: str) -> list[Case]:
-    """The cases with these names, or all cases if there are no names; `EvalError` for an unknown name."""
+    """Return the cases with these names, or all cases if there are no names; `EvalError` for an unknown name."""
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
@@ -67,7 +66,7 @@ def choose_cases(cases: Sequence[Case], names: Sequence[str], command: str) -> l
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """New tensors are created on this device, in its dtype."""
+    """Create new tensors on this device, in its dtype, within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[device])
     try:

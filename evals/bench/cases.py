@@ -18,14 +18,14 @@ MIXERS: dict[str, dict[str, Any]] = {
     "differential": {"differential": {}},
     "gating": {"gating": {}},
 }
-"""The models that are trained, by the start of the names of their cases."""
+"""Start of a case's name -> mechanisms of the model that is trained."""
 HEADS = {
     "grouped": {"query_heads": 32, "key_value_heads": 8, "head_dim": 128},
     "ungrouped": {"query_heads": 16, "key_value_heads": 16, "head_dim": 64},
     "many": {"query_heads": 32, "key_value_heads": 32, "head_dim": 128},
     "few": {"query_heads": 14, "key_value_heads": 2, "head_dim": 64},
 }
-"""Of the decoding cases, by the start of their names."""
+"""Start of a decoding case's name -> head counts of the layer."""
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 64,
     "tokens": 16,
 }
-"""A model in which calls take the time, not arithmetic."""
+"""A model so small that function calls take the time, not arithmetic: measures the host overhead."""
 TALKING_BASELINES = {
     "eager": "eager talking-heads attention, which materialises its weights",
     "sdpa": "stock sdpa attention, which does not mix heads",
@@ -46,12 +46,12 @@ CACHE = "explicit, bytes of KV cache of a sequence, 4 component heads for 8"
 
 
 def _both(target: float | None) -> dict[str, float]:
-    """The same target on each device."""
+    """Return the same target for each device."""
     return {} if target is None else {"cpu": target, "cuda": target}
 
 
 def _mixture(name: str, tokens: int, active: int, shared: int, flag: str = "", **targets: float) -> Case:
-    """`flag` is gradients, padded or published."""
+    """Return a case of one `mixture` layer; `flag` is gradients, padded, published, or empty."""
     flags = {each: each == flag for each in ("gradients", "padded", "published")}
     text = f"mixture attention{', without crosshead installed' * flags['published']}, {active} of 16 heads active, "
     text += f"{shared} of them always, {tokens} tokens{', padded' * flags['padded']}, forward"
@@ -62,7 +62,7 @@ def _mixture(name: str, tokens: int, active: int, shared: int, flag: str = "", *
 
 
 def _talking(name: str, against: str, target: float | None = None) -> Case:
-    """The name contains gradients, memory or published if the case measures them."""
+    """Return a case of one `talking` layer; its name contains gradients, memory or published to select these."""
     flags = {each: each in name for each in ("gradients", "published")}
     memory = "memory" in name
     text = f"talking attention{', without crosshead installed' * flags['published']}, 4096 tokens, forward"
@@ -82,7 +82,7 @@ def _decoding(heads: str, tokens: int, batch: int, target: float, kind: str = ""
 
 
 def _control(batch: int) -> Case:
-    """Stock attention on both sides: shows how far a ratio is from 1 by chance."""
+    """Return a case with stock attention on both sides: shows how far a ratio is from 1 by chance."""
     text = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
     shape = {**HEADS["ungrouped"], "tokens": 2048, "batch": batch}
     return Case(f"control-batch-{batch}", text, "itself", lambda _, **given: explicit_decoding(False, **given), shape)
@@ -97,7 +97,7 @@ def _head_counts(heads: str) -> str:
 
 
 def _half_cache(heads: str, tokens: int) -> dict[str, Any]:
-    """The shape of a model with half as many component heads as KV heads."""
+    """Return the shape of a model with half as many component heads as KV heads."""
     queries, key_values, head_dim = HEADS[heads].values()
     counts = {"num_attention_heads": queries, "num_key_value_heads": key_values, "head_dim": head_dim}
     mixers = {"explicit": {"key_heads": key_values // 2, "value_heads": key_values // 2, "norm": False}}
@@ -121,7 +121,7 @@ def _host(name: str, mixers: dict[str, Any], target: float | None = None) -> Cas
 
 
 def _training(name: str) -> tuple[Case, Case, Case]:
-    """A training step: its time, its memory, and its time in a compiled model."""
+    """Return the cases of a training step: its time, its peak memory, and its time in a compiled model."""
     words, shape = name.replace("-", " "), {**SHAPE, "tokens": 2048, "mixers": MIXERS[name]}
     step = f"training step of a model with {words}, 2048 tokens"
     memory = f"peak memory of that step with {words}: weights, gradients, moments, activations"

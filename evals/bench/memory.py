@@ -1,8 +1,9 @@
-"""Peak memory of one side of a case: counted by the allocator on a GPU, by the system in a child process on a CPU.
+"""Measures the peak memory of ours or the baseline: by torch's allocator on a GPU, in a child process on a CPU.
 
 usage: python -P -m crosshead.evals.bench.memory JOB, a case and a side as JSON; writes the bytes to stdout
 
-In the child process, glibc returns freed memory to the system at once; otherwise a varying part of it would count.
+The child process reads its resident memory from the operating system. There, glibc returns freed memory at once;
+otherwise a varying part of it would count.
 """
 
 import gc
@@ -24,15 +25,15 @@ from crosshead.common.posix import require_posix
 from .case import MEMORY, Case, on_device
 
 WARM_UP = {"tokens": 128}
-"""The shape of a run before the measurement, which loads libraries."""
+"""Shape of a small run before the measurement, which loads libraries."""
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""From this size on, glibc maps an allocation and unmaps it when it is freed."""
+"""Environment of the child process: from this size on, glibc maps an allocation and unmaps it when it is freed."""
 MemoryCounter = tuple[Callable[[], int], Callable[[], int]]
-"""Return the bytes of this process, now and at their peak."""
+"""Two functions that return the bytes of this process: now, and at their peak."""
 
 
 def peak_bytes(case: Case, ours: bool, device: str) -> int:
-    """The peak memory of one side, minus the memory of the process before."""
+    """Return the peak memory of one side, minus the memory before."""
     if device == "cpu":
         return _peak_of_child(case, ours)
     gc.collect()
@@ -42,7 +43,10 @@ def peak_bytes(case: Case, ours: bool, device: str) -> int:
 
 
 def added_bytes(case: Case, ours: bool, counter: MemoryCounter) -> int:
-    """Like `peak_bytes`, by a counter whose peak is at most its present value when the run starts."""
+    """Return the peak memory of one side in this process, minus the memory before.
+
+    When the measured run starts, the peak of `counter` must not exceed its present value.
+    """
     replace(case, shape={**case.shape, **WARM_UP}).side(ours)()
     gc.collect()
     now, peak = counter
@@ -65,7 +69,7 @@ def _peak_of_child(case: Case, ours: bool) -> int:
 
 
 def system_counter() -> MemoryCounter:
-    """Resident memory as the system counts it; without /proc, only its peak is known."""
+    """Return a counter of resident memory; without /proc, the operating system reports only its peak."""
     if STATUS.exists():
         return partial(memory_status, "VmRSS"), partial(memory_status, "VmHWM")
     import resource  # Windows has no such module
@@ -77,7 +81,7 @@ def system_counter() -> MemoryCounter:
 
 
 def main(job: dict[str, Any]) -> int:
-    """The bytes of the side that a job describes."""
+    """Return the peak memory of the side that a job describes."""
     torch.set_num_threads(job["threads"])
     make = getattr(import_module(job["module"]), job["maker"])
     return added_bytes(Case("", "", "", make, job["shape"], measured=job["measured"]), job["ours"], system_counter())

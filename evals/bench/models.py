@@ -1,4 +1,4 @@
-"""Benchmark runs of whole models: training steps, prompts and decoded tokens, with a mechanism and without."""
+"""Benchmark runs of whole models: training steps, prompts and decoding steps, with and without a mechanism."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ COMPILER_BACKEND = "inductor"
 
 
 def build_model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> Any:
-    """A model for at least this many tokens: ours, or the stock one of the same shape."""
+    """Build a model for at least this many tokens: ours, or the stock model of the same shape."""
     torch.manual_seed(SEED)
     shape |= {"max_position_embeddings": 2 * tokens, "attn_implementation": "sdpa"}
     if ours:
@@ -40,7 +40,7 @@ def build_model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any
 def training_step(
     ours: bool, tokens: int, compile_model: Callable[[Any], Any] = lambda model: model, **shape: Any
 ) -> Run:
-    """Loss, gradients and optimiser step on one text."""
+    """Return a run of loss, gradients and optimiser step on one text."""
     model = build_model(ours, tokens=tokens, **shape).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids, forward = torch.randint(shape["vocab_size"], (1, tokens)), compile_model(model)
@@ -54,26 +54,26 @@ def training_step(
 
 
 def compiled_step(ours: bool, tokens: int, **shape: Any) -> Run:
-    """A training step of a model compiled in one graph; the first run compiles it."""
+    """Return a run of a training step of a model compiled in one graph; the first run compiles it."""
     torch.compiler.reset()  # otherwise earlier cases count towards the recompile limit
     return training_step(ours, tokens, partial(torch.compile, fullgraph=True, backend=COMPILER_BACKEND), **shape)
 
 
 def check_compiler() -> None:
-    """`EvalError` if the C++ compiler that torch.compile needs is missing."""
+    """Raise `EvalError` if the C++ compiler that torch.compile needs is missing."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if which(compiler) is None:
         raise EvalError(f"torch.compile needs {compiler}, which is not installed: install it, or set CXX")
 
 
 def prompt(ours: bool, tokens: int, **shape: Any) -> Run:
-    """A forward pass over a prompt, with the logits of its last token."""
+    """Return a run of a forward pass over a prompt, with the logits of its last token."""
     model = build_model(ours, tokens=tokens, **shape).eval()
     return torch.no_grad()(partial(model, torch.randint(shape["vocab_size"], (1, tokens)), logits_to_keep=1))
 
 
 def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
-    """One decoded token with a cache of random numbers, which is cropped to its length after each run."""
+    """Return a run of one decoding step; its cache has random values and is cropped to its length after each run."""
     model = build_model(ours, tokens=tokens, **shape).eval()
     cache, token = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
 
 
 def next_token_on_one_thread(ours: bool, **shape: Any) -> Run:
-    """One decoded token on one thread: of a tiny model, this is the host overhead."""
+    """Return a run of one decoding step on one thread: for a tiny model, this measures the host overhead."""
     token = next_token(ours, **shape)
 
     def run() -> object:
@@ -107,7 +107,7 @@ def next_token_on_one_thread(ours: bool, **shape: Any) -> Run:
 
 
 def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
-    """The bytes of the tensors in the cache of one sequence."""
+    """Return a run that returns the size in bytes of the cache of one sequence."""
     model, ids = build_model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Two callables measured in turn, and the ratio of each two neighbouring runs.
+"""Measures two callables in turn, and computes the ratio of each pair of neighbouring runs.
 
-Neighbouring runs share the state of the machine. Which one is first alternates.
+Neighbouring runs share the state of the machine. The order within a pair alternates.
 """
 
 import time
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 
 WARM_UPS = 2
+"""Number of runs before the measurement."""
 MIN_SECONDS = 0.2
-"""A shorter run is repeated for about this long, because the clock is not precise enough."""
+"""Minimum duration of a reading: shorter runs are repeated, because the clock is not precise enough."""
 Run = Callable[[], object]
+"""Does the work of one side once."""
 Reading = Callable[[], float]
 """Runs one side and returns its measurement: seconds or bytes."""
 
 
 def timed(run: Run) -> Reading:
-    """A clock for a run, after warm-up; a short run is repeated and the mean taken."""
+    """Warm up a run and return its reading in seconds; a short run is repeated and the mean is taken."""
     last = [seconds(run) for _ in range(WARM_UPS)][-1]
     times = max(1, ceil(MIN_SECONDS / max(last, 1e-6)))
     return lambda: seconds(run, times)
@@ -29,7 +31,7 @@ def timed(run: Run) -> Reading:
 def in_turn(
     ours: Reading, baseline: Reading, rounds: int, advance: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Readings of both sides and their statistics; `advance` is called after each round."""
+    """Take readings of both sides in turn and return their statistics; `advance` is called after each round."""
     readings: dict[str, list[float]] = {"ours": [], "baseline": []}
     for turn in range(rounds):
         for side in ("ours", "baseline") if turn % 2 else ("baseline", "ours"):
@@ -39,7 +41,7 @@ def in_turn(
 
 
 def seconds(run: Run, times: int = 1) -> float:
-    """The mean time of a run, until the accelerator has finished its work."""
+    """Return the mean time of a run in seconds, until the accelerator has finished its work."""
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -50,7 +52,7 @@ def seconds(run: Run, times: int = 1) -> float:
 
 
 def figures(ours: list[float], baseline: list[float]) -> dict[str, Any]:
-    """The readings of both sides in the order of the rounds, and the statistics of their ratios."""
+    """Return the readings of both sides in the order of the rounds, and the statistics of their ratios."""
     ratios = [mine / theirs for mine, theirs in zip(ours, baseline, strict=True)]
     first, _, third = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return {

@@ -15,17 +15,21 @@ from .memory import peak_bytes
 from .pairs import Reading, in_turn, timed
 
 MAXIMUM_MEMORY_ROUNDS = 3
-"""Memory hardly differs from run to run."""
+"""Maximum number of rounds of a memory measurement, since memory hardly differs between runs."""
 UNITS = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
 }
+"""Unit -> sizes and names of its multiples, the largest first."""
 
 
 def bench(
     cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Callable[..., object] = lambda *_: None
 ) -> dict[str, Any]:
-    """The figures of each case, and the machine; `progress` is called with a stage, rounds, all rounds and a case."""
+    """Run the cases and return their figures and the machine.
+
+    `progress` is called with the stage, the number of finished rounds, the number of all rounds, and the case's name.
+    """
     check_device(device, EvalError)
     counts = [min(rounds, MAXIMUM_MEMORY_ROUNDS) if case.measures_memory else rounds for case in cases]
     done, total, start = 0, sum(counts), time.perf_counter()
@@ -45,7 +49,7 @@ def bench(
 
 
 def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], object]) -> dict[str, Any]:
-    """The description of a case, the readings of both sides, their ratios, and whether the target is met."""
+    """Return the description of a case, the readings of both sides, their ratios, and whether the target is met."""
     figures = in_turn(*_readings(case, device), rounds, advance)
     if case.work is not None:
         figures["bytes_per_second"] = [case.work / figures[f"median_{side}"] for side in ("ours", "baseline")]
@@ -66,7 +70,7 @@ def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], obj
 
 
 def _readings(case: Case, device: str) -> tuple[Reading, Reading]:
-    """Of ours and of the baseline; both sides are created on the device before either runs."""
+    """Return the readings of ours and the baseline; both sides are built on the device before either runs."""
     if case.measures_memory:
         return partial(peak_bytes, case, True, device), partial(peak_bytes, case, False, device)
     with on_device(device):
@@ -75,28 +79,28 @@ def _readings(case: Case, device: str) -> tuple[Reading, Reading]:
 
 
 def bench_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The figures as a table."""
+    """Yield the lines of the report as a table."""
     width = max(map(len, report["cases"]))
     yield f"{report['device']:{width}}  {'ours':>9}  {'baseline':>9}  {'ratio':>6}  {'quartiles':15}  target"
-    for name, found in report["cases"].items():
-        sides = "  ".join(f"{amount(found[f'median_{side}'], found['unit']):>9}" for side in ("ours", "baseline"))
-        yield f"{name:{width}}  {sides}  {found['median_ratio']:>6.3f}  {spread(found):15}  {verdict(found)}"
+    for name, result in report["cases"].items():
+        sides = "  ".join(f"{amount(result[f'median_{side}'], result['unit']):>9}" for side in ("ours", "baseline"))
+        yield f"{name:{width}}  {sides}  {result['median_ratio']:>6.3f}  {spread(result):15}  {verdict(result)}"
 
 
-def spread(found: Mapping[str, Any]) -> str:
-    """The quartiles of the ratios."""
-    return " to ".join(f"{ratio:.3f}" for ratio in found["quartile_ratios"])
+def spread(result: Mapping[str, Any]) -> str:
+    """Format the quartiles of the ratios."""
+    return " to ".join(f"{ratio:.3f}" for ratio in result["quartile_ratios"])
 
 
-def verdict(found: Mapping[str, Any]) -> str:
-    """The target, and whether it is met."""
-    if found["target"] is None:
+def verdict(result: Mapping[str, Any]) -> str:
+    """Format the target, and whether it is met."""
+    if result["target"] is None:
         return "none"
-    noise = " within noise" * found["within_noise"]
-    return f"{found['target']:.3g}{noise}, {'met' if found['met'] else 'missed'}"
+    noise = " within noise" * result["within_noise"]
+    return f"{result['target']:.3g}{noise}, {'met' if result['met'] else 'missed'}"
 
 
 def amount(value: float, unit: str) -> str:
-    """Seconds or bytes with a prefix of the unit."""
+    """Format seconds or bytes with a prefix of the unit."""
     size, word = next((each for each in UNITS[unit] if abs(value) >= each[0]), UNITS[unit][-1])
     return f"{value / size:.3g} {word}"

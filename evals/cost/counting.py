@@ -1,4 +1,4 @@
-"""The figures of a cost, models on the meta device, and the count of multiplications."""
+"""The cost of a model as a dataclass, models on the meta device, and the counter of multiplications."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,31 +12,32 @@ from torch.utils.flop_counter import FlopCounterMode
 from .dit_config import DiTConfig
 
 FLOPS = 2
-"""Per multiplication."""
+"""FLOPs per multiplication: the multiplication and an addition."""
 TRAINING_PASSES = 3
-"""The cost of training in forward passes."""
+"""Cost of a training step in forward passes."""
 ATTENTION = (".attention.", ".attn.", ".attn1.", ".SelfAttention.", ".EncDecAttention.")
-"""In the names of the attention parameters of models other than decoders."""
+"""Parts of the names of the attention parameters of models other than decoders."""
 STAGES = "patch_embed1"
-"""The embedding of the first stage, in a model of several stages."""
+"""Name of the patch embedding of the first stage, in an image model of several stages."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a model for inputs of one length; figures of work are per token.
+    """The cost of a model for inputs of one length; multiplications and FLOPs are per token unless stated otherwise.
 
-    Training and prefill process a whole text. Training needs the logits of all tokens, prefill those of the last.
-    Decoding computes the last token with the others in the cache. A model of images or latents processes all tokens.
+    Training and prefill process a whole text. Training needs the logits of all tokens, prefill those of the last one.
+    Decoding computes the last token, with the other tokens in the cache. A model of images or latents processes all
+    tokens at once.
     """
 
     parameters: int
     active_parameters: int
-    """Without the experts that a token does not select."""
+    """Number of parameters without the experts that a token does not select."""
     attention_parameters: int
     new_parameters: int
-    """The mechanisms' part of attention's."""
+    """Number of attention parameters that belong to mechanisms."""
     copied_parameters: int
-    """Copies of one embedding of time and class, which diffusers gives to each block of a DiT."""
+    """Number of parameters in copies of the time and class embedding, which diffusers stores in each DiT block."""
     training_multiplications: int
     prefill_multiplications: int
     decode_multiplications: int
@@ -44,16 +45,16 @@ class Cost:
     prefill_flops: int
     decode_flops: int
     input_flops: int
-    """Prefill of the whole text, or a forward pass for an image or a latent."""
+    """FLOPs for the whole input: prefill of a text, or the forward pass of an image or a latent."""
     kv_bytes_per_token: int
     cross_kv_bytes_per_token: int
-    """Of cross-attention, for a token of the source."""
+    """Bytes of the cross-attention cache per token of the source."""
     kv_bytes: int
-    """For the whole text; with a source, for a source and a target of this length."""
+    """Bytes of the cache for the whole text; in an encoder-decoder, for a source and a target of this length."""
 
 
 def work(training: int, prefill: int, decode: int, whole: int) -> dict[str, int]:
-    """The figures of work in `Cost`, from multiplications per token, and `whole` for the whole input."""
+    """Return the multiplications and FLOPs of `Cost` from multiplications per token, and for the whole input."""
     counts = {"training": training, "prefill": prefill, "decode": decode}
     return {
         **{f"{phase}_multiplications": count for phase, count in counts.items()},
@@ -63,7 +64,7 @@ def work(training: int, prefill: int, decode: int, whole: int) -> dict[str, int]
 
 
 def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
-    """The counts of parameters in `Cost`, of a model that is not a decoder."""
+    """Return the parameter counts in `Cost`, for a model that is not a decoder."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     attention = (name for name in sizes if any(part in name for part in ATTENTION) and ".LayerNorm." not in name)
     return {
@@ -76,20 +77,20 @@ def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
 
 
 def on_meta(config: Any) -> Any:
-    """The model of a config, with the head that it names, or the usual one, without memory for its weights."""
+    """Create the model of a config on the meta device, with the head of its `architectures` or the usual head."""
     if isinstance(config, DiTConfig):
         return config.on_meta()
-    served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
-    if served:
-        given = (config.architectures or [""])[0].removeprefix("Crosshead")
-        head = given.removeprefix(config.class_prefix.removeprefix("Crosshead"))
-        auto_class = next((auto for auto, ending in served.items() if ending == head), list(served)[1])
+    auto_classes, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
+    if auto_classes:
+        class_name = (config.architectures or [""])[0].removeprefix("Crosshead")
+        head = class_name.removeprefix(config.class_prefix.removeprefix("Crosshead"))
+        auto_class = next((auto for auto, ending in auto_classes.items() if ending == head), list(auto_classes)[1])
     with torch.device("meta"):
         return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
 
 
 def multiplications(call: Callable[[], Any]) -> int:
-    """The multiplications of the matrix products in a call."""
+    """Return the number of multiplications in the matrix products of a call."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops()) // FLOPS

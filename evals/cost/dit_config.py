@@ -14,7 +14,7 @@ CLASSES = ("DiTTransformer2DModel", "CrossheadDiTTransformer2DModel")
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """The content of a config.json that diffusers reads, and the mechanisms."""
+    """The content of a config.json of diffusers, and the options of the mechanisms."""
 
     content: Mapping[str, Any]
     mixers: dict[str, Any] = field(default_factory=dict)
@@ -23,24 +23,24 @@ class DiTConfig:
 
     @classmethod
     def read(cls, content: Mapping[str, Any], mixers: dict[str, Any] | None = None) -> "DiTConfig":
-        """The checked config; `mixers` replace those in the file, and their options get complete."""
-        given = (content.get("mixers") or {}) if mixers is None else mixers
+        """Check and complete a config; `mixers` replaces the mechanisms in the file."""
+        options = (content.get("mixers") or {}) if mixers is None else mixers
         stock = {name: value for name, value in content.items() if name != "mixers"}
-        return cls(stock, cls(stock, given).on_meta().mixers)
+        return cls(stock, cls(stock, options).on_meta().mixers)
 
     def on_meta(self) -> Any:
-        """The model without memory for its weights."""
+        """Create the model on the meta device."""
         from crosshead.modeling.dit import CrossheadDiTTransformer2DModel  # needs diffusers
 
         with torch.device("meta"):
             return CrossheadDiTTransformer2DModel.from_config(self.content, mixers=self.mixers).eval()
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of attention in each block."""
+        """Return the shape of attention in each block."""
         return self.on_meta().layouts()
 
     @property
     def tokens(self) -> int:
-        """The patches of a latent."""
+        """Number of patches of a latent."""
         fields = self.on_meta().config
         return (fields.sample_size // fields.patch_size) ** 2

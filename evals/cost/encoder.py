@@ -1,7 +1,7 @@
-"""The cost of models that process a text, an image or a latent at once: no cache, no decoding.
+"""Computes the cost of models that process a text, an image or a latent at once, without a cache and decoding.
 
-TransNeXt multiplies queries by the keys of a window, and weights by its values, element by element: PyTorch's counter
-would miss them.
+TransNeXt multiplies queries by the keys of a window, and weights by its values, element by element. PyTorch's counter
+misses these products, so they are counted separately.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ NO_CACHE = {"kv_bytes_per_token": 0, "cross_kv_bytes_per_token": 0, "kv_bytes": 
 
 
 def encoder_cost(model: Any, length: int) -> Cost:
-    """The cost of an encoder with the head that its config names."""
+    """Return the cost of an encoder with the head that its config names, for inputs of `length` tokens."""
     if hasattr(model.config, "image_size"):
         _check_tokens(length, image_tokens(model), "an image")
         inputs = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
@@ -30,13 +30,13 @@ def encoder_cost(model: Any, length: int) -> Cost:
     windows: list[int] = []
     for module in model.modules():
         if isinstance(module, CrossheadAggregatedAttention):
-            module.register_forward_hook(lambda layer, given, _: windows.append(_window_products(layer, given[0])))
+            module.register_forward_hook(lambda layer, inputs, _: windows.append(_window_products(layer, inputs[0])))
     forward = multiplications(lambda: model(inputs))
-    return _of_one_pass(model, forward + sum(windows), length)
+    return _single_pass_cost(model, forward + sum(windows), length)
 
 
 def dit_cost(config: DiTConfig, length: int) -> Cost:
-    """The cost of a DiT for one latent, without guidance."""
+    """Return the cost of a DiT for one latent, without guidance."""
     _check_tokens(length, config.tokens, "a latent")
     model = config.on_meta()
     with torch.device("meta"):
@@ -45,10 +45,10 @@ def dit_cost(config: DiTConfig, length: int) -> Cost:
     embeddings = sum(size.numel() for name, size in model.named_parameters() if ".norm1.emb." in name)
     blocks = len(model.transformer_blocks)
     forward = multiplications(lambda: model(latent, label, label))
-    return _of_one_pass(model, forward, length, embeddings * (blocks - 1) // blocks)
+    return _single_pass_cost(model, forward, length, embeddings * (blocks - 1) // blocks)
 
 
-def _of_one_pass(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
+def _single_pass_cost(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
     token = forward // length
     return Cost(
         **parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward), **NO_CACHE
@@ -56,7 +56,7 @@ def _of_one_pass(model: Any, forward: int, length: int, copied: int = 0) -> Cost
 
 
 def image_tokens(model: Any) -> int:
-    """The patches and special tokens of an image; of a model with stages, the patches of the first."""
+    """Return the number of patches and special tokens of an image; with stages, the patches of the first stage."""
     base = model.base_model
     image = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
     if hasattr(base, STAGES):
@@ -70,5 +70,5 @@ def _check_tokens(length: int, tokens: int, what: str) -> None:
 
 
 def _window_products(layer: Any, pixels: torch.Tensor) -> int:
-    """The multiplications with the keys and the values of each pixel's window."""
+    """Return the multiplications by the keys and the values of each pixel's window."""
     return 2 * pixels.numel() * layer.config.window_size**2

@@ -1,10 +1,11 @@
-"""The cost of a model from its config: parameters, multiplications and FLOPs per token, bytes of KV cache.
+"""Computes the cost of a model from its config: parameters, multiplications and FLOPs per token, bytes of KV cache.
 
 The model is created on the meta device, where tensors have shapes but no memory. Its attention layers run there, and
-PyTorch's counter counts their matrix products as the papers do: each query meets each key, although a causal mask, a
-window or an inactive head would let a fast backend skip some. In the other layers, each weight of a matrix multiplies
-once per token; in a mixture of experts, those of the selected experts do. Norms, RoPE, softmax, biases and other
-elementwise work are not counted; a product with a single row or feature, which PyTorch computes elementwise, is.
+PyTorch's counter counts their matrix products as the papers do: for all pairs of a query and a key, although a causal
+mask, a window or an inactive head would let a fast backend skip some. In the other layers, each weight of a matrix
+multiplies once per token; in a mixture of experts, only weights of the selected experts do. Norms, RoPE, softmax,
+biases and other elementwise operations are not counted; a matrix product with a single row or feature, which PyTorch
+computes elementwise, is counted.
 
 A multiplication and its addition are two FLOPs. Training is a forward pass and a backward pass, which costs twice as
 much, without activation checkpointing and without the optimiser.
@@ -27,17 +28,17 @@ from .seq2seq import seq2seq_cost
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
 ROTARY = "rotary_emb"
-"""The module of a decoder that makes position embeddings."""
+"""Name of the module of a decoder that computes the position embeddings."""
 LENGTH = 4096
-"""Tokens of a text, unless others are asked for."""
+"""Default number of tokens of a text."""
 MAX_LENGTH = 10**8
-"""Attention weights of longer texts would be larger than the largest tensor of torch."""
+"""Maximum number of tokens of a text: attention weights of longer texts would exceed torch's largest tensor."""
 NOT_COUNTED = ("_modules", "_forward_hooks", "layer_idx")
-"""Attributes of modules that differ between equal layers."""
+"""Attributes of modules that differ between equal layers and do not affect the cost."""
 
 
 def model_cost(config: Any, length: int) -> Cost:
-    """The cost of a stock or crosshead model for texts of `length` tokens."""
+    """Return the cost of a stock or crosshead model for texts of `length` tokens."""
     if not 1 <= length <= MAX_LENGTH:
         raise ValueError(f"length={length} is not allowed: use 1 to {MAX_LENGTH:,} tokens")
     if isinstance(config, DiTConfig):
@@ -51,14 +52,14 @@ def model_cost(config: Any, length: int) -> Cost:
 
 
 def _decoder_cost(model: Any, length: int) -> Cost:
-    """Of a language model; a classifier and a model without a head have no cache and decode nothing."""
+    """Return the cost of a decoder; a classifier and a model without a head have no cache and do not decode."""
     base, generates = model.base_model, model.can_generate()
     head = _head_weights(model)
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
     counted: dict[str, tuple[int, int, int]] = {}
     angles = position_embeddings(getattr(base, ROTARY))
-    # The library's own cache knows which layers have a window.
+    # The cache of transformers knows which layers have a sliding window.
     for layer, cache in zip(base.layers, DynamicCache(config=model.config).layers, strict=True):
         kind = _kind(layer.self_attn)
         if kind not in counted:
@@ -70,56 +71,56 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         decode += attention_decode + weights
         window = getattr(cache, "sliding_window", None)
         bytes_per_token += cached * model.dtype.itemsize
-        # A full window makes room for the token to come.
+        # A full window keeps one position free for the next token.
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
-    read = head if generates else head * length  # a classifier computes the scores of all tokens
+    read = head if generates else head * length  # a classifier applies its head to all tokens
     training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
-    held = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
+    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
     return Cost(
         **_parameters(model, active),
         **work(training, prefill, decode + head if generates else 0, whole=whole + read),
-        **(held if generates else NO_CACHE),
+        **(cache_sizes if generates else NO_CACHE),
     )
 
 
 def _head_weights(model: Any) -> int:
-    """The weights of the matrix that reads the last hidden states, which may be tied to the embeddings."""
+    """Return the number of weights of the head, which may be tied to the embeddings."""
     base = model.base_model
     heads = [] if base is model else [module for module in model.children() if module is not base]
     return sum(weight.numel() for module in heads for weight in module.parameters() if weight.ndim > 1)
 
 
 def _kind(attention: Any) -> str:
-    """All that a layer's cost depends on, as text: the same for equal layers of a model."""
+    """Return all attributes that a layer's cost depends on as text, which is the same for equal layers of a model."""
     parts = {name: vars(module) for name, module in attention.named_modules()}
-    kept = {name: {key: part[key] for key in part if key not in NOT_COUNTED} for name, part in parts.items()}
-    return re.sub(r"layer_index=\d+", "", str(kept))
+    attributes = {name: {key: part[key] for key in part if key not in NOT_COUNTED} for name, part in parts.items()}
+    return re.sub(r"layer_index=\d+", "", str(attributes))
 
 
-def usual_length(config: Any, wanted: int = LENGTH) -> int:
-    """The tokens of an image or a latent, or of a text: the wanted length, at most the model's context."""
+def usual_length(config: Any, length: int = LENGTH) -> int:
+    """Return the number of tokens of an image or a latent, or of a text: `length`, but at most the context length."""
     if isinstance(config, DiTConfig):
         return config.tokens
     if hasattr(config, "image_size"):
         return image_tokens(on_meta(config))
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return min([wanted, *(limit for limit in limits if limit is not None)])
+    return min([length, *(limit for limit in limits if limit is not None)])
 
 
 Angles = tuple[torch.Tensor, ...] | torch.Tensor
-"""The argument `position_embeddings` of attention layers."""
+"""Argument `position_embeddings` of attention layers."""
 
 
 def position_embeddings(rotary: Any) -> Angles:
-    """The position embeddings of one token, from the model's rotary module."""
+    """Return the position embeddings of one token, from the model's rotary module."""
     return type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
 
 
 def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, int, int]:
     """Run a stock or crosshead attention module on the meta device; `angles` are the position embeddings of a token.
 
-    Returns the multiplications for all tokens of a text, those for its last token with the others cached, and how many
-    numbers the cache holds per token.
+    Return the multiplications for all tokens of a text, the multiplications for its last token with the others cached,
+    and how many numbers the cache holds per token.
     """
     config, dtype = attention.config, attention.o_proj.weight.dtype
 
@@ -129,8 +130,8 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
 
     def run(tokens: int, cache: DynamicCache) -> None:
         hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
-        made = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
-        attention(hidden, position_embeddings=made, attention_mask=None, **{CACHE: cache})
+        rotary = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
+        attention(hidden, position_embeddings=rotary, attention_mask=None, **{CACHE: cache})
 
     one_token, past = DynamicCache(config=config), DynamicCache(config=config)
     run(1, one_token)
@@ -142,7 +143,7 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
 
 
 def _active_experts(config: Any) -> Fraction:
-    """The part of the experts that a token selects."""
+    """Return the fraction of the experts that a token selects."""
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
     experts = next((count for count in counts if count), None)
     if experts is None or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
@@ -156,7 +157,7 @@ def _active_experts(config: Any) -> Fraction:
 
 
 def _parameters(model: Any, active: Fraction) -> dict[str, int]:
-    """The counts of `Cost`; `active` is the part of the experts that a token selects."""
+    """Return the parameter counts in `Cost`; `active` is the fraction of the experts that a token selects."""
     total = model.num_parameters()
     sizes = [
         (name, parameter.numel()) for layer in model.base_model.layers for name, parameter in layer.named_parameters()
@@ -172,7 +173,7 @@ def _parameters(model: Any, active: Fraction) -> dict[str, int]:
 
 
 def _weights_outside_attention(layer: Any, active: Fraction) -> int:
-    """The weights of matrices that multiply for one token."""
+    """Return the number of matrix weights outside of attention that multiply for one token."""
     total = Fraction(0)
     for name, weight in layer.named_parameters():
         if weight.ndim > 1 and not name.startswith(ATTENTION):

@@ -1,4 +1,4 @@
-"""The cost of a model and of its stock backbone, as JSON and as a table."""
+"""Reports the cost of a model and of its stock backbone, as JSON and as a table."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -30,7 +30,7 @@ LABELS = {
 
 
 def cost_report(config: Any, length: int) -> dict[str, Any]:
-    """The cost of a crosshead config, of the same config without mechanisms, and the relative difference."""
+    """Return the cost of a crosshead config, of the same config without mechanisms, and the relative difference."""
     stock_config = _without_mechanisms(config)
     cost, stock = (asdict(model_cost(each, length)) for each in (config, stock_config))
     return {
@@ -45,7 +45,11 @@ def cost_report(config: Any, length: int) -> dict[str, Any]:
 
 
 def _without_mechanisms(config: Any) -> Any:
-    """The stock model with as many head outputs: where all layers pair heads of one size, a pair is one head there."""
+    """Return the config of the stock model with the same number of head outputs.
+
+    If differential attention pairs heads in all layers and a pair outputs as many features as one head, a pair is one
+    head of the stock model.
+    """
     if isinstance(config, DiTConfig):
         return replace(config, mixers={})
     stock = deepcopy(config)
@@ -55,12 +59,12 @@ def _without_mechanisms(config: Any) -> Any:
         heads, shared = config.num_attention_heads, config.num_key_value_heads
         stock.head_dim = config.layout_of_layer(0).head_dim
         stock.num_key_value_heads = shared // (1 if pairs[0]["version"] == 2 else 2)
-        stock.num_attention_heads = heads // 2  # of encoders the same field
+        stock.num_attention_heads = heads // 2  # in encoders, num_key_value_heads is the same field
     return stock
 
 
 def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table; a stock model has one column."""
+    """Yield the lines of the report as a table, which has one column of numbers for a stock model."""
     cost, stock, overhead = report["cost"], report["stock"], report["overhead"]
     rows = [[f"at length {report['length']:,} in {report['dtype']}", "this model", "stock", "overhead"]]
     for name, label in LABELS.items():

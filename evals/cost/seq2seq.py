@@ -1,8 +1,8 @@
-"""The cost of an encoder-decoder, for a source and a target of the same length.
+"""Computes the cost of an encoder-decoder, for a source and a target of the same length.
 
-Training is per token of the target and the source that belongs to it, prefill per token of the source: its encoding,
-the keys and values of cross-attention, and the first token of the target. Decoding computes the last token of the
-target, with the others in the cache.
+Training is counted per pair of a target token and a source token. Prefill is counted per source token: encoding the
+source, the keys and values of cross-attention, and the first target token. Decoding computes the last target token,
+with the other tokens in the cache.
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, 
 
 
 def seq2seq_cost(model: Any, length: int) -> Cost:
-    """The cost of an encoder-decoder."""
+    """Return the cost of an encoder-decoder, for a source and a target of `length` tokens each."""
     source = torch.zeros(1, length, dtype=torch.long, device="meta")
     first, past = source[:, :1], source[:, : max(length - 1, 1)]
     training = multiplications(lambda: model(source, decoder_input_ids=source, use_cache=False))
     prefill = multiplications(lambda: model(source, decoder_input_ids=first, use_cache=True))
     with torch.no_grad():
-        made = model(source, decoder_input_ids=past, use_cache=True)
-    cache, encoded = made[CACHE], (made.encoder_last_hidden_state,)
+        outputs = model(source, decoder_input_ids=past, use_cache=True)
+    cache, encoded = outputs[CACHE], (outputs.encoder_last_hidden_state,)
     target = _bytes(cache.self_attention_cache) // past.shape[1]
     cross = _bytes(cache.cross_attention_cache) // length
-    if length == 1:  # nothing is cached of the target
+    if length == 1:  # no target token is cached
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
     options = {"encoder_outputs": encoded, CACHE: cache, "use_cache": True}
     decode = multiplications(lambda: model(decoder_input_ids=first, **options))
     counts = parameter_counts(model)
-    # T5 1.1 and FLAN-T5 store a head; a new model does not.
+    # T5 1.1 and FLAN-T5 store an LM head of their own; a model that is created from the config does not have it.
     if not getattr(model.config, "scale_decoder_outputs", True):
         for name in ("parameters", "active_parameters"):
             counts[name] += model.lm_head.weight.numel()

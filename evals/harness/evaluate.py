@@ -16,7 +16,7 @@ from .scores import CONFIDENCE, Items, average, compare, score_rows
 from .tasks import LoadedBenchmark, load_tasks, read_suite, suite_of_tasks
 
 PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
-"""Scores depend on their versions, and on Python's."""
+"""Packages whose versions are in the report, because scores depend on them."""
 BACKENDS = ("hf", "vllm")
 """Libraries that run a model: transformers, or vLLM, which must be installed in the same environment."""
 
@@ -38,9 +38,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score each model on a suite, or on `tasks`; with `compared`, compare each later model with the first.
 
-    `limit` is the number of items of each task, from the first; `backend` is one of `BACKENDS`. The report can be
-    written as JSON. `save` is called with the present report after each model and each comparison, so that a later
-    failure loses no scores.
+    `limit` is the maximum number of items of each task, counted from the first; `backend` is one of `BACKENDS`. The
+    returned report can be written as JSON. `save` is called with the report so far after each model and each
+    comparison, so that a later failure loses no scores.
     """
     chosen = suite_of_tasks(tasks) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
@@ -49,9 +49,9 @@ def evaluate(
         raise EvalError(f"backend={backend!r} is not allowed: use {' or '.join(BACKENDS)}")
     with quiet():
         opened = [open_model(name, trust_remote_code) for name in models]
-        for each in opened:
-            _check_special_tokens(each)
-        parameters = [parameter_count(each) for each in opened]  # now, because vLLM changes classes of transformers
+        for model in opened:
+            _check_special_tokens(model)
+        parameters = [parameter_count(model) for model in opened]  # before vLLM patches classes of transformers
         progress("loading the tasks")
         benchmarks = load_tasks(chosen.benchmarks, include_path, confirm_run_unsafe_code)
         report = {
@@ -64,14 +64,14 @@ def evaluate(
 
         def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
             progress(f"scoring {opened[index].name}")
-            scores, found = _score(opened[index], benchmarks, batch_size, limit, backend)
-            return scores | {"parameters": parameters[index]}, found
+            scores, items = _score(opened[index], benchmarks, batch_size, limit, backend)
+            return scores | {"parameters": parameters[index]}, items
 
         return score_all(report, score, len(models), compared, save)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of packages, and of Python."""
+    """Return the versions of packages and of Python."""
     return {name: version(name) for name in packages} | {"python": platform.python_version()}
 
 
@@ -82,7 +82,7 @@ def score_all(
     compared: bool,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Add the scores of each model and, with `compared`, the changes from the first one; calls `save` after each."""
+    """Add to `report` the scores of each model and, if `compared`, its changes from the first; `save` after each."""
     models, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
     report |= {"models": models, "confidence": CONFIDENCE, "compared": comparisons}
     for index in range(count):
@@ -99,7 +99,7 @@ def score_all(
 
 
 def model_fields(opened: Opened, dtype: Any, device: Any) -> dict[str, Any]:
-    """The fields of a report that describe the model."""
+    """Return the fields of a report that describe the model."""
     folder = Path(opened.name)
     return {
         "model": opened.name,
@@ -111,7 +111,7 @@ def model_fields(opened: Opened, dtype: Any, device: Any) -> dict[str, Any]:
 
 
 def check_options(models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool) -> None:
-    """`EvalError` for values that make no sense."""
+    """Raise `EvalError` for options that make no sense."""
     if compared and len(models) < 2:
         raise EvalError("a comparison needs two models or more")
     if limit is not None and limit < 1:
@@ -130,7 +130,7 @@ def _check_special_tokens(opened: Opened) -> None:
 def _score(
     opened: Opened, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None, backend: str
 ) -> tuple[dict[str, Any], list[Items | None]]:
-    """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
+    """Return the report of one model and the items behind its scores; the model is unloaded afterwards."""
     if backend == "vllm":
         checked = vllm_model(opened, batch_size)
         settings = checked.model.llm_engine.vllm_config
@@ -148,8 +148,8 @@ def _score(
         **model_fields(opened, dtype, device),
         "context": results["context"],
         "scores": scores,
-        "average": average(scores) if all(each.benchmark.metric for each in benchmarks) else None,
-        "task_versions": {name: str(found) for name, found in results["versions"].items()},
+        "average": average(scores) if all(loaded.benchmark.metric for loaded in benchmarks) else None,
+        "task_versions": {name: str(number) for name, number in results["versions"].items()},
     }
     del checked
     gc.collect()  # the harness keeps the model in reference cycles

@@ -1,4 +1,4 @@
-"""Runs one loaded model through lm-evaluation-harness, with checks where the harness only logs a warning."""
+"""Runs one loaded model through lm-evaluation-harness, with errors where the harness only logs a warning."""
 
 import logging
 import math
@@ -16,10 +16,11 @@ from ..open_model import Opened, check_tokens
 from .tasks import LoadedBenchmark, seed
 
 MAXIMUM_BATCH = 64
+"""Maximum number of sequences in a batch of automatic size."""
 TOKENS_ON_CPU = 2048
-"""The tokens of a batch on a CPU, where too large a batch does not fail early."""
+"""Maximum number of tokens in a batch on a CPU, where a batch that is too large does not fail early."""
 RESAMPLES = 1000
-"""For standard errors without a formula."""
+"""Number of bootstrap resamples for standard errors without a formula."""
 
 
 @contextmanager
@@ -36,11 +37,11 @@ def quiet() -> Iterator[None]:
 
 
 def hf_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
-    """The harness's model class for transformers, with our checks."""
+    """Return a transformers model in the harness's model class, with the checks of `Checks`."""
     from lm_eval.models.huggingface import HFLM
 
     class CheckedModel(Checks, HFLM):  # type: ignore[misc]
-        """The harness's model with our checks."""
+        """The harness's transformers model with the checks of `Checks`."""
 
     return CheckedModel(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_batch_size=MAXIMUM_BATCH
@@ -48,7 +49,7 @@ def hf_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
 
 
 def vllm_model(opened: Opened, batch_size: int | str) -> Any:
-    """The harness's model class for vLLM, which loads the weights itself, with our checks."""
+    """Return a vLLM model in the harness's model class, with the checks of `Checks`; vLLM loads the weights itself."""
     try:
         from lm_eval.models.vllm_causallms import VLLM
     except ImportError as error:
@@ -57,7 +58,7 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
     name, revision = split_revision(opened.name)
 
     class CheckedModel(Checks, VLLM):  # type: ignore[misc]
-        """The harness's model with our checks."""
+        """The harness's vLLM model with the checks of `Checks`."""
 
     try:
         return CheckedModel(
@@ -74,17 +75,17 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
 
 
 def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int | None) -> dict[str, Any]:
-    """The harness's results of a model, with the scores of every item.
+    """Return the harness's results of a model, with the scores of every item.
 
-    `context` is added, the tokens of the context; and `truncated`, by task the items that are longer, whose beginning
-    the harness removes.
+    Two fields are added: `context`, the length of the model's context in tokens, and `truncated`, task -> number of
+    items that are longer than the context, whose beginning the harness removes.
     """
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
 
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resampling would start a process for each core
     seed()
-    tasks = {task.task_name: task for each in benchmarks for task in each.members}
+    tasks = {task.task_name: task for benchmark in benchmarks for task in benchmark.members}
     for task in tasks.values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     try:
@@ -93,7 +94,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
             {"tasks": tasks, "groups": {each.name: each.task for each in benchmarks if each.is_group}},
             limit=limit,
             bootstrap_iters=RESAMPLES,
-            confirm_run_unsafe_code=True,  # load_tasks refuses these tasks
+            confirm_run_unsafe_code=True,  # load_tasks has already refused these tasks, or the user allows them
         )
     except OverflowError as error:
         raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from error
@@ -102,7 +103,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
 
 
 class Checks:
-    """Checks of requests and of log-likelihoods, for a subclass of the harness's model class."""
+    """Mixin that checks requests and log-likelihoods, for a subclass of the harness's model class."""
 
     max_length: int
     max_gen_toks: int
@@ -113,10 +114,10 @@ class Checks:
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.truncated: set[tuple[str, int]] = set()
-        """Task and item."""
+        """Task and index of each item that is longer than the context."""
 
     def loglikelihood(self, requests: Any, **options: Any) -> Any:
-        """Log-likelihoods of answers, which must not be empty, and must fit into the context."""
+        """Return the log-likelihoods of answers, which must not be empty and must fit into the context."""
         for request in requests:
             context, answer = request.args
             _check_text(request, answer)
@@ -132,7 +133,7 @@ class Checks:
         return results
 
     def loglikelihood_rolling(self, requests: Any, **options: Any) -> Any:
-        """Log-likelihoods of texts; the harness splits a long one into windows."""
+        """Return the log-likelihoods of texts; the harness splits a long one into windows."""
         for request in requests:
             _check_text(request, request.args[0])
         results: list[float] = super().loglikelihood_rolling(requests, **options)  # type: ignore[misc]
@@ -140,7 +141,7 @@ class Checks:
         return results
 
     def generate_until(self, requests: Any, **options: Any) -> Any:
-        """Generated answers, which must leave room for the prompt in the context."""
+        """Return generated answers, which must leave room for the prompt in the context."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         for request in requests:
@@ -156,21 +157,21 @@ class Checks:
         return super().generate_until(requests, **options)  # type: ignore[misc]
 
     def tok_encode(self, string: str | list[str], **options: Any) -> Any:
-        """Tokens of a text or of several, which must be in the model's vocabulary."""
+        """Return the tokens of one text or of several texts; they must be in the model's vocabulary."""
         tokens: Any = super().tok_encode(string, **options)  # type: ignore[misc]
-        for each in [tokens] if isinstance(string, str) else tokens:
-            check_tokens(each, self._config.get_text_config().vocab_size)
+        for ids in [tokens] if isinstance(string, str) else tokens:
+            check_tokens(ids, self._config.get_text_config().vocab_size)
         return tokens
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
-        """On a GPU, the harness tries sizes until one fits."""
+        """Return the batch size: on a CPU by a limit of tokens; on a GPU, the harness tries sizes until one fits."""
         if self.device.type != "cpu":
             return super()._detect_batch_size(requests, pos)  # type: ignore[misc]
         length = len(requests[pos][1] + requests[pos][2]) if requests else self.max_length
         return max(1, min(self.max_batch_size, TOKENS_ON_CPU // length))
 
     def _count_tokens(self, text: str) -> int:
-        """The tokens of a text; for a short text, the bytes as an upper bound."""
+        """Return the number of tokens of a text; for a short text, its number of bytes as an upper bound."""
         size = len(text.encode())
         return size if size < self.max_length else len(self.tok_encode(text))
 
@@ -181,7 +182,7 @@ def _check_text(request: Any, text: str) -> None:
 
 
 def _check_finite(requests: Any, values: Sequence[float]) -> None:
-    """A broken model must not get an accuracy."""
+    """Refuse log-likelihoods that are not finite: a broken model must not get an accuracy."""
     for request, value in zip(requests, values, strict=True):
         if not math.isfinite(value):
             raise EvalError(f"{_item(request)} has the log-likelihood {value}: the model's weights are broken")

@@ -5,16 +5,16 @@ from typing import Any
 
 Report = Mapping[str, Any]
 MAXIMUM_PERCENTAGE = 10.0
-"""As a number; a larger change is shown as a factor."""
+"""Largest relative change that is shown as a percentage (10.0 is +1000%); a larger one is shown as a factor."""
 
 
 def eval_lines(report: Report) -> Iterator[str]:
-    """Scores with standard errors, truncated items, missing benchmarks, and the comparisons."""
+    """Yield the lines of the report: scores with standard errors, truncated items, missing benchmarks, comparisons."""
     yield from _scores(report)
     for model in report["models"]:
         # By name, since all metrics of a task have the same items.
-        cut = {row["name"]: row for row in model["scores"] if row["items_cut"]}
-        for row in cut.values():
+        truncated = {row["name"]: row for row in model["scores"] if row["items_cut"]}
+        for row in truncated.values():
             part = "end" if "data" in report else "beginning"
             yield (
                 f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "
@@ -59,7 +59,7 @@ def _score(row: Report) -> str:
 
 
 def _figure(value: float) -> str:
-    """Four digits after the point for scores between 0 and 1, like the harness."""
+    """Format a score: four digits after the point between 0 and 1, as in the harness."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
@@ -75,7 +75,7 @@ def _step(value: float, scale: str) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Two columns of words, aligned to the left, and columns of numbers, aligned to the right."""
+    """Yield the lines of a table: two columns of words, aligned to the left, then numbers, aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]

@@ -1,4 +1,4 @@
-"""Scores of a model with the items behind them, and the difference of two models on the same items.
+"""Computes scores of a model with the items behind them, and compares two models on the same items.
 
 A score is a ratio: the sum of the items' values over the sum of their weights. For an accuracy, every weight is one.
 For a perplexity, the values are negative log-likelihoods, the weights are words or bytes, and the score is the
@@ -18,35 +18,35 @@ from .tasks import LoadedBenchmark
 
 CONFIDENCE = 0.95
 MAXIMUM_LOG = 700.0
-"""JSON has no infinity, and the exponential of a larger number is infinite."""
+"""Largest exponent of a perplexity: exp of a larger number is infinite, which JSON cannot express."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Items:
-    """One metric of one model, item by item."""
+    """One metric of one model: a value and a weight per item."""
 
     values: list[float]
     weights: list[float]
     exponential: bool
-    """True if the score is the exponential of the ratio."""
+    """True if the score is the exponential of the ratio, as for a perplexity."""
     answers: list[float] | None = None
-    """The model's answers, for a score whose values depend on the other items, such as a correlation."""
+    """The model's answers per item, for a score whose values depend on the other items, such as a correlation."""
 
     @property
     def binary(self) -> bool:
-        """True if each item is right or wrong."""
+        """True if every item is either right or wrong."""
         pairs = zip(self.values, self.weights, strict=True)
         return not self.exponential and self.answers is None and all(value in (0, weight) for value, weight in pairs)
 
     def standard_error(self) -> float:
-        """The standard error of the score."""
+        """Return the standard error of the score."""
         error = ratio_error(self.values, self.weights)
         return math.exp(ratio(self.values, self.weights)) * error if self.exponential else error
 
 
 def score_rows(benchmarks: Sequence[LoadedBenchmark], results: dict[str, Any]) -> list[tuple[Row, Items | None]]:
-    """A row for each benchmark, or for each metric where the benchmark names none, and the items behind it."""
+    """Return a row per benchmark, or per metric if the benchmark names none, and the items behind the row."""
     rows = []
     for loaded in benchmarks:
         for metric, filter_name in _metrics(loaded, results["results"][loaded.name]):
@@ -56,18 +56,18 @@ def score_rows(benchmarks: Sequence[LoadedBenchmark], results: dict[str, Any]) -
 
 
 def _metrics(loaded: LoadedBenchmark, scores: dict[str, Any]) -> list[tuple[str, str]]:
-    """Metric and filter of each row; the keys of scores are such as `acc,none` and `acc_stderr,none`."""
+    """Return metric and filter of each row; the keys of `scores` are such as `acc,none` and `acc_stderr,none`."""
     keys = (key.rpartition(",") for key in scores)
     known = [(metric, name) for metric, comma, name in keys if comma and not metric.endswith("_stderr")]
-    wanted = loaded.benchmark.metric, loaded.benchmark.filter
-    if wanted[0] is None:
+    requested = loaded.benchmark.metric, loaded.benchmark.filter
+    if requested[0] is None:
         return known
-    if wanted not in known:
+    if requested not in known:
         raise EvalError(
-            f"the task {loaded.name} has no score {wanted[0]},{wanted[1]} in the installed lm_eval: it has "
+            f"the task {loaded.name} has no score {requested[0]},{requested[1]} in the installed lm_eval: it has "
             f"{' and '.join(map(','.join, known))}"
         )
-    return [(wanted[0], wanted[1])]
+    return [(requested[0], requested[1])]
 
 
 def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[str, Any], items: Items | None) -> Row:
@@ -76,7 +76,7 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
     error = scores.get(f"{metric}_stderr,{filter_name}", "N/A")
     if error == "N/A":  # the harness has no formula for ratios of sums
         error = items.standard_error() if items is not None else math.nan
-    members = [task.task_name for task in loaded.members]  # the harness does not say it of groups of groups
+    members = [task.task_name for task in loaded.members]  # the harness reports no shots for groups of groups
     shots = {results["n-shot"].get(member) for member in members}
     return {
         "name": loaded.benchmark.name if loaded.benchmark.metric else name,
@@ -93,15 +93,15 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
 
 
 def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filter_name: str) -> Items | None:
-    """The items behind a score; None if the score is not a mean over items."""
+    """Return the items behind a score; None if the score is not a mean over items."""
     by_task = [_task_items(task, samples[task.task_name], metric, filter_name) for task in loaded.members]
-    found = [items for items in by_task if items is None or items.values]  # a task may lack a metric of its group
+    present = [items for items in by_task if items is None or items.values]  # a task may lack a metric of its group
     if not loaded.is_group:
-        return found[0]
+        return present[0]
     aggregations = loaded.task.aggregate_metric_list
-    by_size = all(each.weight_by_size for each in aggregations if each.metric == metric)
+    by_size = all(aggregation.weight_by_size for aggregation in aggregations if aggregation.metric == metric)
     values, weights = [], []
-    for items in found:  # a mean over tasks, by size or not; a mean of perplexities is no ratio of sums
+    for items in present:  # a mean over tasks, weighted by size or not; a mean of perplexities is no ratio of sums
         if items is None or items.exponential:
             return None
         share = (len(items.values) if by_size else 1) / math.fsum(items.weights)
@@ -127,7 +127,7 @@ def _task_items(task: Any, samples: Sequence[dict[str, Any]], metric: str, filte
 
 
 def average(rows: Sequence[Row]) -> dict[str, float | None] | None:
-    """The mean over benchmarks, as in the papers; None if lower is better for one of them."""
+    """Return the mean over benchmarks, as in the papers; None if lower is better for one of them."""
     if len(rows) < 2 or not all(row["higher_is_better"] for row in rows):
         return None
     errors = [row["standard_error"] for row in rows]
@@ -140,7 +140,7 @@ def average(rows: Sequence[Row]) -> dict[str, float | None] | None:
 def compare(
     rows: Sequence[Row], first: Sequence[Items | None], second: Sequence[Items | None]
 ) -> dict[str, list[Row]]:
-    """The second model minus the first, for each row whose score is a mean over items; and the other rows."""
+    """Return the changes from the first model to the second; rows that are no mean over items are in `left_out`."""
     scores, left_out = [], []
     for row, before, after in zip(rows, first, second, strict=True):
         names = {key: row[key] for key in ("name", "task", "metric", "filter")}
@@ -152,12 +152,12 @@ def compare(
 
 
 def difference(first: Items, second: Items, higher_is_better: bool) -> Row:
-    """The change of one score: for a perplexity relative to the first model, otherwise the difference."""
+    """Return the change of one score: relative to the first model for a perplexity, otherwise the difference."""
     changes = [after - before for before, after in zip(first.values, second.values, strict=True)]
     change = ratio(changes, first.weights)
     bounds = interval(changes, first.weights, first.binary and second.binary)
     if first.exponential:
-        change, *bounds = (math.expm1(min(each, MAXIMUM_LOG)) for each in (change, *bounds))
+        change, *bounds = (math.expm1(min(value, MAXIMUM_LOG)) for value in (change, *bounds))
     answers = zip(first.answers or first.values, second.answers or second.values, strict=True)
     differing = sum(before != after for before, after in answers)
     return {
@@ -177,28 +177,28 @@ def _verdict(bounds: Sequence[float], higher_is_better: bool) -> str:
 
 
 def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -> list[float]:
-    """The confidence interval of the mean change; empty for one item.
+    """Return the bounds of the confidence interval of the mean change; empty for one item.
 
-    If each item is right or wrong, two items are added (Bonett and Price 2012): one that only the first model gets
-    right, and one that only the second gets right. Otherwise a few equal items would seem to prove that there is no
-    difference.
+    If each item is right or wrong (`binary`), two items are added (Bonett and Price 2012): one that only the first
+    model gets right, and one that only the second gets right. Without them, a few equal items would seem to prove that
+    there is no difference.
     """
     if binary:
         share = math.fsum(weights) / len(weights)
         changes, weights = [*changes, share, -share], [*weights, share, share]
     if len(changes) < 2:
         return []
-    middle, reach = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
-    return [middle - reach, middle + reach]
+    middle, half_width = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
+    return [middle - half_width, middle + half_width]
 
 
 def ratio(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean, if all weights are one."""
+    """Return the ratio of the sums; the mean of the values if all weights are one."""
     return math.fsum(values) / math.fsum(weights)
 
 
 def ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The standard error of a ratio of sums over independent items."""
+    """Return the standard error of a ratio of sums over independent items."""
     count, estimate = len(values), ratio(values, weights)
     if count < 2:
         return math.nan
@@ -208,7 +208,7 @@ def ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
 
 @cache
 def t_quantile(count: int) -> float:
-    """The half-width of the confidence interval of a mean over `count` items, in standard errors."""
+    """Return the half-width of the confidence interval of a mean over `count` items, in standard errors."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))

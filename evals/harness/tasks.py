@@ -1,4 +1,4 @@
-"""Suites of benchmarks, and their tasks in lm-evaluation-harness: from its own files, from tasks/, or from a user."""
+"""Loads suites of benchmarks and their tasks: from lm-evaluation-harness, from tasks/, or from the user's files."""
 
 import os
 import random
@@ -13,23 +13,23 @@ import yaml
 from crosshead.common.errors import EvalError, nearest, one_line
 
 SUITES, TASKS = (Path(__file__).parents[1] / name for name in ("suites", "tasks"))
-"""The shipped suites, and the tasks of the offline suite: plain lm_eval takes these as `--include_path`."""
+"""Folders of the shipped suites and of the tasks of the offline suite (an `--include_path` for plain lm_eval)."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One row of a paper's table, as a task of the harness."""
+    """One row of a paper's table, and the task of the harness that measures it."""
 
     name: str
-    """The paper's name."""
+    """Name of the benchmark in the paper."""
     task: str
-    """The harness's name of the task, group or tag."""
+    """Name of the task, group or tag in the harness."""
     metric: str | None = None
-    """None means every metric of the task."""
+    """Name of the metric in the harness; None means every metric of the task."""
     filter: str = "none"
-    """The harness's filter, which extracts the answer from a generated text."""
+    """Filter of the harness, which extracts the answer from a generated text."""
     shots: int | None = None
-    """Few-shot examples; None means the default of the task."""
+    """Number of few-shot examples; None means the default of the task."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class Suite:
 
     name: str
     source: str
-    """The paper and its table."""
+    """The paper and its table; `--tasks` for the user's tasks."""
     benchmarks: tuple[Benchmark, ...]
     missing: tuple[str, ...] = ()
     """Benchmarks of the paper that the harness does not have."""
     limit: int | None = None
-    """Items of each task; None means all."""
+    """Maximum number of items of each task; None means all."""
 
 
 def suite_names() -> list[str]:
-    """The names of the shipped suites."""
+    """Return the names of the shipped suites."""
     return sorted(path.stem for path in SUITES.glob("*.yaml"))
 
 
 def read_suite(name: str) -> Suite:
-    """A shipped suite."""
+    """Return a shipped suite by its name."""
     if name not in suite_names():
         raise EvalError(f"there is no suite {name!r}: use {', '.join(suite_names())}{nearest(name, suite_names())}")
     content = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -61,33 +61,33 @@ def read_suite(name: str) -> Suite:
 
 
 def suite_of_tasks(tasks: Sequence[str]) -> Suite:
-    """A suite of the user's tasks, with all their metrics."""
+    """Return a suite of the user's tasks, with all their metrics."""
     return Suite("tasks", "--tasks", tuple(Benchmark(task, task) for task in dict.fromkeys(tasks)))
 
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """A benchmark with its data."""
+    """A benchmark with its task, whose data is loaded."""
 
     benchmark: Benchmark
     task: Any
-    """The harness's task or group."""
+    """Task or group object of the harness."""
     members: list[Any]
     """The task itself, or the tasks of the group."""
 
     @property
     def is_group(self) -> bool:
-        """True if the harness averages over members."""
+        """True if the harness averages over the tasks of a group."""
         return self.task is not self.members[0]
 
     @property
     def name(self) -> str:
-        """The name that the harness's results have."""
+        """Key of the benchmark in the harness's results."""
         return str(self.task.name if self.is_group else self.task.task_name)
 
 
 def _task_manager(benchmarks: Sequence[Benchmark], include_path: Path | None) -> Any:
-    """The harness's index of tasks. Its own thousands of tasks are indexed only if needed, because that is slow."""
+    """Return the harness's index of tasks. Indexing its own thousands of tasks is slow, and only done if needed."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
@@ -100,9 +100,9 @@ def _task_manager(benchmarks: Sequence[Benchmark], include_path: Path | None) ->
 
 
 def load_tasks(benchmarks: Sequence[Benchmark], include_path: Path | None, run_code: bool) -> list[LoadedBenchmark]:
-    """Check the names and load the data.
+    """Check the names of the tasks and load their data.
 
-    `include_path` is a directory with the user's tasks; `run_code` allows tasks that run code which a model writes.
+    `include_path` is a directory with the user's tasks; `run_code` allows tasks that run code written by the model.
     """
     manager = _task_manager(benchmarks, include_path)
     known = manager.all_tasks
@@ -115,7 +115,7 @@ def load_tasks(benchmarks: Sequence[Benchmark], include_path: Path | None, run_c
         entries = [manager.task_index[benchmark.task] for benchmark in benchmarks]
         _refuse_code([entry.name for entry in entries if (entry.cfg or {}).get("unsafe_code")])
     loaded = [each for benchmark in benchmarks for each in _load(manager, benchmark)]
-    members = [task for each in loaded for task in each.members]
+    members = [task for benchmark in loaded for task in benchmark.members]
     if not run_code:
         _refuse_code([task.task_name for task in members if getattr(task, "UNSAFE_CODE", False)])
     names = [task.task_name for task in members]
@@ -134,29 +134,29 @@ def _refuse_code(tasks: Sequence[str]) -> None:
 
 
 def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
-    """The benchmark's task or group, or all tasks of its tag."""
+    """Load the benchmark's task or group, or all tasks of its tag."""
     seed()  # some tasks shuffle the choices
     try:
-        found = manager.load([benchmark.task])
+        content = manager.load([benchmark.task])
     except Exception as error:  # the network, the disk, the task's own code
         raise EvalError(
             f"the task {benchmark.task} cannot be loaded ({one_line(error)}): check the connection; "
             "`--suite offline` needs none"
         ) from error
-    tasks = list(found["tasks"].values())
+    tasks = list(content["tasks"].values())
     if not tasks:
         raise EvalError(f"the task {benchmark.task} has no members in this harness")
     for task in tasks:
         shots = task.get_config("num_fewshot") or 0
         task.set_config("num_fewshot", shots if benchmark.shots is None else benchmark.shots)
-    group = found.get("groups", {}).get(benchmark.task)
+    group = content.get("groups", {}).get(benchmark.task)
     if group is not None and group.has_aggregation:
         return [LoadedBenchmark(benchmark, group, tasks)]
     return [LoadedBenchmark(benchmark, task, [task]) for task in tasks]
 
 
 def seed() -> None:
-    """Set the seeds that the `lm_eval` command sets: each run has the same items in the same order."""
+    """Set the seeds that the `lm_eval` command sets, so that each run has the same items in the same order."""
     import numpy
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 

@@ -1,1 +1,1 @@
-"""Reports on the attention heads of a model for a text."""
+"""Reports on the attention heads of a model for texts or images."""

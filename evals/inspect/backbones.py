@@ -1,4 +1,4 @@
-"""Tables of the backbones: their attention layers, their inputs, and the names in stock classes."""
+"""Tables of the supported backbones: attention layers, inputs, and names in stock classes."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -14,46 +14,47 @@ from crosshead.modeling.encoder import image_shape
 from ..open_model import Opened, check_backbone
 
 TEXT, TARGET, IMAGE = "text", "target", "image"
-"""The inputs of a model; also the names of the options of `crosshead inspect`."""
+"""Kinds of inputs of a model; also the names of the options of `crosshead inspect`."""
 DIT = "dit"
 
 
 @dataclass(frozen=True)
 class Part:
-    """The attention layers of one kind."""
+    """The attention layers of one kind in a model, such as the cross-attention of a T5."""
 
     name: str
     modules: str
-    """Matches the names of the attention modules in the base model."""
+    """Regular expression for the names of the attention modules in the base model."""
     rows: str = TEXT
-    """The tokens that are queries."""
+    """Kind of input whose tokens are the queries."""
     columns: str = TEXT
-    """The tokens that are keys."""
+    """Kind of input whose tokens are the keys."""
     causal: bool = False
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """One architecture."""
+    """The attention layers, inputs and names of one architecture."""
 
     parts: tuple[Part, ...]
     reads: tuple[str, ...] = (TEXT,)
+    """Kinds of inputs that the model needs."""
     classes: tuple[str, ...] = ()
     """Endings of the names of supported classes; all classes if empty."""
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Further arguments of the forward pass."""
+    """Additional arguments of the forward pass."""
     value: str = "v_proj"
-    """The projection in a stock attention module whose output ends with the values of each head."""
+    """Name of the projection in a stock attention module whose output ends with the values of each head."""
     value_size: str = ""
-    """The field of the config with the features of a value, where that output has keys, too."""
+    """Config field with the size of a value, if that output contains keys, too."""
     output: str = "o_proj"
-    """The projection that reads the head outputs; empty where the module returns them."""
+    """Name of the projection that reads the head outputs; empty if the attention module returns them."""
     head_size: tuple[str, ...] = ()
-    """The fields of the config whose sum is the features of a head, where there is no `head_dim`."""
+    """Config fields whose sum is the size of a head, if there is no `head_dim`."""
     calls: tuple[str, ...] = ()
-    """The fields of the config whose product is the number of attention calls, where layers share their weights."""
+    """Config fields whose product is the number of attention calls, if layers share their weights."""
     special_tokens: tuple[str, ...] = ()
-    """Tokens before the patches of an image."""
+    """Names of the special tokens before the patches of an image."""
 
 
 DECODER = Backbone(
@@ -107,11 +108,11 @@ BACKBONES = {
     "dinov2": DINOV2,
     DIT: Backbone((Part("encoder", r"transformer_blocks\.\d+\.attn1\.processor", IMAGE, IMAGE),), reads=(IMAGE,)),
 }
-"""By stock model type; by class, without our prefix, where that decides."""
+"""Stock model type, or class name without "Crosshead" where the class decides -> backbone."""
 
 
 def backbone_of(opened: Opened) -> Backbone:
-    """The entry of a model in the table; `EvalError` if it has none."""
+    """Return the backbone of a model; `EvalError` if it is not supported."""
     if opened.config.model_type == DIT:
         return BACKBONES[DIT]
     check_backbone(opened)
@@ -126,7 +127,7 @@ def backbone_of(opened: Opened) -> Backbone:
 
 
 def _global_stage(opened: Opened) -> Backbone:
-    """The last stage of a TransNeXt. In the other stages there is no map of tokens."""
+    """Return the last stage of a TransNeXt as a backbone: only this stage attends from all tokens to all tokens."""
     config = opened.config
     if config.sr_ratios[-1] != 1:
         raise EvalError(
@@ -138,7 +139,7 @@ def _global_stage(opened: Opened) -> Backbone:
 
 
 def patch_grid(config: Any) -> tuple[int, int]:
-    """The rows and columns of the tokens of an image."""
+    """Return the numbers of rows and columns of an image's patch tokens."""
     _, height, width = image_shape(config)
     if hasattr(config, "depths"):  # each later stage of a TransNeXt halves the feature map
         stride = config.patch_size * 2 ** (len(config.depths) - 1)
@@ -149,27 +150,27 @@ def patch_grid(config: Any) -> tuple[int, int]:
 
 
 def model_class(config: Any) -> Any:
-    """The class that loads a model as it was saved."""
+    """Return the class that loads a model as it was saved."""
     ours = {each.__name__: each for models in OURS.values() for each in models}
     name = _architecture(config)
     return ours.get(name) or getattr(transformers, name, None) or transformers.AutoModel
 
 
 def head_size(config: Any, backbone: Backbone) -> int:
-    """The features of a query head."""
+    """Return the size of a query head."""
     if backbone.head_size:
         return sum(getattr(config, field) for field in backbone.head_size)
     return int(getattr(config, "head_dim", None) or config.hidden_size // query_heads(config))
 
 
 def query_heads(config: Any) -> int:
-    """The query heads of a layer, which a TransNeXt has for each stage."""
+    """Return the number of query heads of a layer; for a TransNeXt, of the last stage."""
     heads = config.num_attention_heads
     return int(heads[-1] if isinstance(heads, list | tuple) else heads)
 
 
 def key_value_heads(config: Any) -> int:
-    """As many as query heads where the config has no field for them."""
+    """Return the number of key/value heads; if the config has no field for it, that of query heads."""
     return getattr(config, "num_key_value_heads", None) or query_heads(config)
 
 

@@ -1,6 +1,6 @@
-"""DiT, the diffusion transformer of diffusers: opens a model, adds noise to an image, and records a block's states.
+"""Opens a DiT, the diffusion transformer of diffusers, adds noise to an image, and records a block's states.
 
-A folder is a transformer that reads pixels, or a `DiTPipeline`, whose autoencoder makes the latents of an image.
+A model folder contains a transformer that reads pixels, or a `DiTPipeline`, whose autoencoder encodes an image.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,15 @@ from ..open_model import Opened
 from .layer import LayerStates, Recorder, Routing
 
 PIPELINE, TRANSFORMER, VAE, SCHEDULER = "model_index.json", "transformer", "vae", "scheduler"
-"""The file that marks a pipeline, and its folders."""
+"""The file that marks a pipeline's folder, and the folders of its parts."""
 LARGEST = 2**20
-"""Bytes of a config.json."""
+"""Maximum size of a config.json in bytes."""
 TIME, SEED = 250, 0
-"""The default time of the noise, and the seed of its numbers."""
+"""Default timestep of the noise, and seed of the noise."""
 
 
 def open_dit(name: str) -> Opened | None:
-    """A DiT without its weights; None if the folder holds another kind of model."""
+    """Open a DiT without its weights; None if the folder contains another kind of model."""
     folder = transformer_folder(expanded(name))
     if not (folder / "config.json").is_file():
         return None
@@ -54,31 +54,31 @@ def open_dit(name: str) -> Opened | None:
         num_channels=fields.in_channels,
         image_size=fields.sample_size,
         patch_size=fields.patch_size,
-        no_class=fields.num_embeds_ada_norm,  # the number behind the last class
+        no_class=fields.num_embeds_ada_norm,  # the label of "no class" follows that of the last class
     )
     return Opened(str(expanded(name)), config)
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of a pipeline's transformer; other folders are returned."""
+    """Return the transformer's folder if `folder` is a pipeline, otherwise `folder`."""
     return folder / TRANSFORMER if (folder / PIPELINE).is_file() else folder
 
 
 def load_dit(opened: Opened) -> Any:
-    """The model in float32."""
+    """Load the model in float32."""
     from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 
     return _load(CrossheadDiTTransformer2DModel, transformer_folder(Path(opened.name)), "model").eval()
 
 
 def image_reader(opened: Opened, time: int) -> Callable[[Path], tuple[dict[str, Any], torch.Tensor]]:
-    """Reads an image: the model's arguments at a time of the diffusion, without a class, and the colours."""
+    """Return a function from an image file to the model's arguments at a timestep, without a class, and colours."""
     from diffusers import AutoencoderKL, DDPMScheduler
 
     folder, config = Path(opened.name), opened.config
-    place = folder / SCHEDULER if (folder / PIPELINE).is_file() else folder
-    has_schedule = (place / "scheduler_config.json").is_file()
-    schedule = _load(DDPMScheduler, place, "scheduler") if has_schedule else DDPMScheduler()
+    schedule_folder = folder / SCHEDULER if (folder / PIPELINE).is_file() else folder
+    has_schedule = (schedule_folder / "scheduler_config.json").is_file()
+    schedule = _load(DDPMScheduler, schedule_folder, "scheduler") if has_schedule else DDPMScheduler()
     if not 0 <= time < len(schedule.betas):
         raise EvalError(f"--time {time} is not allowed: {opened.label} has the times 0 to {len(schedule.betas) - 1}")
     vae = _load(AutoencoderKL, folder / VAE, "vae").eval() if (folder / VAE).is_dir() else None
@@ -106,7 +106,7 @@ def image_reader(opened: Opened, time: int) -> Callable[[Path], tuple[dict[str, 
 
 
 def _load(kind: Any, folder: Path, part: str) -> Any:
-    """A part of a model."""
+    """Load a part of a model from its folder."""
     options = {} if part == "scheduler" else {"use_safetensors": True, "torch_dtype": torch.float32}
     try:
         return kind.from_pretrained(str(folder), **options)
@@ -115,7 +115,7 @@ def _load(kind: Any, folder: Path, part: str) -> Any:
 
 
 def _square(file: Path, size: int, channels: int) -> torch.Tensor:
-    """The central square of an image, from -1 to 1 (1, channels, size, size)."""
+    """Return the central square of an image (1, channels, size, size), with values from -1 to 1."""
     from PIL import Image, ImageOps
 
     try:
@@ -128,10 +128,10 @@ def _square(file: Path, size: int, channels: int) -> torch.Tensor:
 
 
 class _First(Recorder):
-    """Records head outputs before the mechanisms change them."""
+    """Records head outputs before the mechanisms change them; also forces attention that computes all heads."""
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str:
-        """One that computes all heads, also those that a router does not select."""
+        """Return sdpa attention, which also computes the heads that a router does not select."""
         return "sdpa"
 
 
@@ -143,7 +143,7 @@ class _Last(Recorder):
         self.first, self.receive = (first,), receive  # not a submodule
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
-        """Attention has no mask, so that queries and keys make its weights."""
+        """Pass the states on. Attention has no mask, so its weights follow from queries and keys."""
         logits = state.query @ state.key.transpose(2, 3) * state.query.shape[-1] ** -0.5
         outputs = self.first[0].outputs[0], output[0]
         self.receive(LayerStates(logits.softmax(-1)[0], state.value[0], *outputs, self.routing, None))
@@ -152,7 +152,7 @@ class _Last(Recorder):
 
 @contextmanager
 def record_block(processor: Any, receive: Callable[[LayerStates], None]) -> Iterator[None]:
-    """Pass the states of each call of a block's attention processor, with a batch of one, to `receive`."""
+    """Pass the states of each call of a block's attention processor to `receive`; the batch size must be 1."""
     mixers, first = processor.mixers, _First()
     last = _Last(first, receive)
 

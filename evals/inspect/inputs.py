@@ -1,4 +1,4 @@
-"""Texts and images as the models read them, and their part of the report."""
+"""Converts texts and images to the inputs of a model, and to their part of the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from .diffusion import TIME, image_reader
 from .pack import pack_picture
 
 MAXIMUM_TOKENS = 512
-"""A page stores and draws the square of this."""
+"""Maximum number of tokens of an input: a page stores and draws maps with the square of this many weights."""
 ImageReader = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]
-"""Makes of a file the arguments of the model and the colours (height, width, channels) from 0 to 1."""
+"""Function of an image file: the model's arguments, and the colours (height, width, channels) from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,29 @@ class Inputs:
     """The texts and images of a report. The fields are named like the options of the command."""
 
     text: Mapping[str, str] = field(default_factory=dict)
-    """By name."""
+    """Name -> text."""
     target: Sequence[str] = ()
-    """The decoder's text for each text, for an encoder with a decoder."""
+    """Text of the decoder for each text, for a model with encoder and decoder."""
     image: Mapping[str, Path] = field(default_factory=dict)
+    """Name -> image file."""
     time: int | None = None
-    """Of the noise that is added to images, for a diffusion transformer."""
+    """Timestep of the noise that is added to images, for a diffusion transformer."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text, text with target, or image, for one model."""
+    """One text, text with target, or image, as the input of one model."""
 
     arguments: dict[str, torch.Tensor]
-    """Of the model's forward pass."""
+    """Arguments of the model's forward pass."""
     record: dict[str, Any]
-    """Its part of the report, without the layers."""
+    """The sample's part of the report, without the layers."""
     positions: dict[str, torch.Tensor]
-    """Of the tokens of each input: (T, 1) in a text, (T, 2) in an image, where special tokens have nan."""
+    """Kind of input -> positions of its tokens: (T, 1) in a text; (T, 2) in an image, nan for special tokens."""
 
 
 def read_samples(opened: Opened, backbone: Backbone, inputs: Inputs) -> list[Sample]:
-    """The inputs of a model; `EvalError` for an option that is missing, has no use, or names an unreadable file."""
+    """Read the inputs of a model; `EvalError` for an option that is missing or unused, or for an unreadable file."""
     check_options(opened, backbone, inputs)
     if IMAGE in backbone.reads:
         time = TIME if inputs.time is None else inputs.time
@@ -62,12 +63,12 @@ def read_samples(opened: Opened, backbone: Backbone, inputs: Inputs) -> list[Sam
 
 
 def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
-    """`EvalError` unless the options are those that a model needs."""
+    """Raise `EvalError` unless the options are exactly those that the model needs."""
     needed = " and ".join(f"--{name}" for name in backbone.reads)
     for name in (TEXT, TARGET, IMAGE):
-        given = bool(getattr(inputs, name))
-        if given != (name in backbone.reads):
-            problem = f"has no use for --{name}" if given else f"needs --{name}"
+        is_given = bool(getattr(inputs, name))
+        if is_given != (name in backbone.reads):
+            problem = f"has no use for --{name}" if is_given else f"needs --{name}"
             reads = f"a model with model_type={opened.config.model_type!r} reads {needed}"
             raise EvalError(f"{opened.label} {problem}: {reads}")
     if inputs.time is not None and opened.config.model_type != DIT:
@@ -79,23 +80,23 @@ def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
 
 def _text_sample(opened: Opened, name: str, text: str, target: str | None) -> Sample:
     ids, sequence = read_text(opened, name, text)
-    arguments, positions = {"input_ids": ids}, {TEXT: _places(ids)}
+    arguments, positions = {"input_ids": ids}, {TEXT: _text_positions(ids)}
     record = {"name": name, **sequence, "target": None, "image": None}
     if target is not None:
         start = getattr(opened.config, "decoder_start_token_id", None)
         if start is None:
             raise EvalError(f"{opened.label} has no decoder_start_token_id in its config.json: add it")
         ids, record["target"] = read_text(opened, f"target of {name}", target, start)
-        arguments["decoder_input_ids"], positions[TARGET] = ids, _places(ids)
+        arguments["decoder_input_ids"], positions[TARGET] = ids, _text_positions(ids)
     return Sample(arguments, record, positions)
 
 
-def _places(ids: torch.Tensor) -> torch.Tensor:
+def _text_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.shape[1], dtype=torch.float32).unsqueeze(1)
 
 
 def read_text(opened: Opened, name: str, text: str, start: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tokens of a text (1, T), and its part of the report; `EvalError` if there are no tokens, or too many.
+    """Return the token ids of a text (1, T), and its part of the report; `EvalError` for no tokens, or too many.
 
     A decoder's text begins with the token `start` and has no other special tokens, as in training.
     """
@@ -122,9 +123,9 @@ def read_text(opened: Opened, name: str, text: str, start: int | None = None) ->
 
 
 def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> tuple[list[str], list[int]]:
-    """The text of each token, with the space before it, and its position; a special token has its name as text.
+    """Return the text of each token, with the space before it, and its start; a special token has its name as text.
 
-    If several tokens encode one character, the first has it and the others are empty.
+    If several tokens encode one character, the first token has the character and the others are empty.
     """
     pieces, starts, end = [], [], 0
     for (start, stop), name in zip(spans, names, strict=True):
@@ -149,8 +150,8 @@ def _image_reader(opened: Opened, time: int) -> ImageReader:
 def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: str, file: Path) -> Sample:
     config, special = opened.config, len(backbone.special_tokens)
     rows, columns = patch_grid(config)
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in places.tolist())]
+    patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in patches.tolist())]
     if len(tokens) > MAXIMUM_TOKENS:
         raise EvalError(
             f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
@@ -158,7 +159,7 @@ def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: s
             f"image_size={config.image_size}"
         )
     arguments, colours = read(file)
-    positions = torch.cat([torch.full((special, 2), torch.nan), places.float()])
+    positions = torch.cat([torch.full((special, 2), torch.nan), patches.float()])
     image = {
         "rows": rows,
         "columns": columns,
@@ -170,7 +171,7 @@ def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: s
 
 
 def _colours(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
-    """Colours (height, width, channels) from 0 to 1 of the pixel values that a model reads."""
+    """Return the colours (height, width, channels) from 0 to 1 of a model's pixel values (channels, height, width)."""
     if getattr(processor, "do_normalize", False):
         mean, deviation = (torch.tensor(each).view(-1, 1, 1) for each in (processor.image_mean, processor.image_std))
         pixels = pixels * deviation + mean

@@ -1,7 +1,8 @@
-"""One attention layer on one text: records its states, without changing what it computes, and reports them.
+"""Records the states of one attention layer on one text, without changing its outputs, and reports them.
 
 A crosshead layer passes its states to its mechanisms, so two recording mechanisms are added: one before the others and
-one after them. In a stock layer, hooks record the output of the value projection and the input of the output one.
+one after them. In a stock layer, hooks record the output of the value projection and the input of the output
+projection.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from .backbones import Backbone, key_value_heads
 from .pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 
 TOP = 5
-"""Keys listed for a query, and queries for a key."""
+"""Number of keys listed for a query, and of queries for a key."""
 Routing = tuple[torch.Tensor, torch.Tensor]
+"""Gates (T, heads) and the router's probabilities (T, routed heads)."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +29,28 @@ class LayerStates:
     """The states of one layer for one text or image: T queries, S keys."""
 
     weights: torch.Tensor
-    """(maps, T, S), as attention returns them."""
+    """Attention weights (maps, T, S), as attention returns them."""
     values: torch.Tensor
-    """(heads, S, d), as the weights multiply them."""
+    """Values (heads, S, d), as the weights multiply them."""
     attention_outputs: torch.Tensor
-    """(T, heads, features): the outputs of heads before gates and norms."""
+    """Head outputs (T, heads, features) before gates and norms."""
     head_outputs: torch.Tensor
-    """The same after gates and norms, as `o_proj` reads them."""
+    """Head outputs (T, heads, features) after gates and norms, as `o_proj` reads them."""
     routing: Routing | None
-    """Gates (T, heads), and the router's probabilities (T, routed heads)."""
+    """Gates and probabilities of the router; None without a router."""
     subtracted: torch.Tensor | None
-    """The factor of the second head of each pair in differential attention: a number, or (T, pairs)."""
+    """Factor of the subtracted head of each pair in differential attention: a number, or (T, pairs)."""
 
     @property
     def are_finite(self) -> bool:
-        """Whether weights and norms are finite: damaged weights give nan, and an overflow gives an infinite norm."""
+        """True if weights and norms are finite: damaged weights give nan, and an overflow gives an infinite norm."""
         return bool(
             self.weights.isfinite().all() and (value_norms(self).sum() + _norms(self.head_outputs).sum()).isfinite()
         )
 
 
 class Recorder(Mechanism):
-    """A mechanism that only records."""
+    """A mechanism that records states and changes nothing."""
 
     routing: Routing | None = None
     subtracted: torch.Tensor | None = None
@@ -57,18 +59,18 @@ class Recorder(Mechanism):
         super().__init__(HeadLayout(0, 0, 0, 0), {})
 
     def after_cache(self, state: AttentionState) -> None:
-        """Record the values."""
+        """Record the values of all tokens, including cached ones."""
         self.values = state.value
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
-        """Record the outputs."""
+        """Record the head outputs."""
         self.outputs = output
         return output
 
 
 @contextmanager
 def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerStates], None]) -> Iterator[None]:
-    """Pass the states of each call of an attention module, with a batch of one, to `receive`."""
+    """Pass the states of each call of an attention module to `receive`; the batch size must be 1."""
     before, after = Recorder(), Recorder()
     config = attention.config
 
@@ -115,14 +117,14 @@ def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerSt
 
 
 def layer_record(states: LayerStates, positions: torch.Tensor | None, causal: bool) -> dict[str, Any]:
-    """Attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON.
+    """Return attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON.
 
-    `positions` are those of the tokens in self-attention: (T, 1) in a text, (T, 2) in an image.
+    `positions` are the tokens' positions in self-attention: (T, 1) in a text, (T, 2) in an image.
     """
     maps = output_weights(states.weights, states.subtracted).float()
     labels = [str(head) for head in range(len(maps))]
     patterns, outputs = pattern_similarity(maps), output_similarity(states.attention_outputs.float())
-    if len(states.weights) != len(maps):  # several softmaxes make one head output
+    if len(states.weights) != len(maps):  # each head output combines several softmaxes
         maps = torch.cat([maps, states.weights.float()])
         labels += [f"softmax {index}" for index in range(len(states.weights))]
     of_image = positions is not None and positions.shape[1] == 2  # most weights are small there
@@ -145,9 +147,9 @@ def layer_record(states: LayerStates, positions: torch.Tensor | None, causal: bo
 
 
 def output_weights(weights: torch.Tensor, subtracted: torch.Tensor | None) -> torch.Tensor:
-    """The weight of each value in each head output, from the weights (maps, T, S) that attention returns.
+    """Return the weight of each value in each head output (heads, T, S), from attention's weights (maps, T, S).
 
-    In differential attention, this is the difference within each pair, before the norm.
+    In differential attention, this is the difference between the two maps of a pair, before the norm.
     """
     if subtracted is None:
         return weights
@@ -156,42 +158,42 @@ def output_weights(weights: torch.Tensor, subtracted: torch.Tensor | None) -> to
 
 
 def map_measures(maps: torch.Tensor, positions: torch.Tensor | None, causal: bool) -> dict[str, torch.Tensor]:
-    """Numbers that distinguish kinds of heads, one for each map of (maps, T, S).
+    """Return measures that distinguish kinds of heads, each with one number per map of (maps, T, S).
 
     Only self-attention has `positions`, (T, 1) in a text and (T, 2) in an image, where special tokens have nan.
     """
     later = maps[:, 1:] if causal else maps  # the first query of a causal map sees one key only
     size = maps.abs()
     shares = size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
-    found = {"first": later[:, :, 0].sum(-1) / max(1, later.shape[1])}
+    measures = {"first": later[:, :, 0].sum(-1) / max(1, later.shape[1])}
     if positions is not None:
         if positions.shape[1] == 1:
             steps = {"previous": -1} if causal else {"previous": -1, "next": 1}
             pairs = max(1, len(positions) - 1)
-            found |= {name: maps.diagonal(step, 1, 2).sum(-1) / pairs for name, step in steps.items()}
-        found["own"] = maps.diagonal(0, 1, 2).mean(-1)
+            measures |= {name: maps.diagonal(step, 1, 2).sum(-1) / pairs for name, step in steps.items()}
+        measures["own"] = maps.diagonal(0, 1, 2).mean(-1)
         distances = torch.cdist(positions, positions)
         placed = shares * ~distances.isnan()
         total = placed.sum((1, 2)).clamp_min(torch.finfo(size.dtype).tiny)
-        found["distance"] = (placed * distances.nan_to_num()).sum((1, 2)) / total
-    found["entropy"] = torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0))
-    return found
+        measures["distance"] = (placed * distances.nan_to_num()).sum((1, 2)) / total
+    measures["entropy"] = torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0))
+    return measures
 
 
 def pattern_similarity(maps: torch.Tensor) -> torch.Tensor:
-    """`1 - |A - A'|_1 / 2` of each two maps (maps, T, S), mean over queries, as in table B of Mixture-of-Head."""
-    distances = [(maps - each).abs().sum(-1).mean(-1) for each in maps]
+    """Return `1 - |A - A'|_1 / 2` (maps, maps) of all pairs of maps, mean over queries: table B of Mixture-of-Head."""
+    distances = [(maps - other).abs().sum(-1).mean(-1) for other in maps]
     return 1 - torch.stack(distances) / 2
 
 
 def output_similarity(outputs: torch.Tensor) -> torch.Tensor:
-    """Cosine of each two heads' outputs (T, heads, features), mean over tokens."""
+    """Return the cosines (heads, heads) of all pairs of heads' outputs (T, heads, features), mean over tokens."""
     unit = torch.nn.functional.normalize(outputs, dim=-1)
     return torch.einsum("tif,tjf->ij", unit, unit) / len(outputs)
 
 
 def mean_of_pairs(similarity: torch.Tensor) -> float | None:
-    """The mean over pairs of different heads."""
+    """Return the mean over pairs of different heads; None for one head."""
     heads = len(similarity)
     if heads < 2:
         return None
@@ -199,7 +201,7 @@ def mean_of_pairs(similarity: torch.Tensor) -> float | None:
 
 
 def value_norms(states: LayerStates) -> torch.Tensor:
-    """(heads, S): the norm of each value of a head output; a pair of heads concatenates two values."""
+    """Return the norms (heads, S) of the values of each head output; a pair of heads concatenates two values."""
     per_output = states.attention_outputs.shape[-1] // states.values.shape[-1]
     return _norms(states.values.unflatten(0, (-1, per_output)).transpose(1, 2).flatten(2))
 
@@ -209,7 +211,7 @@ def _norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_weights(maps: torch.Tensor) -> dict[str, Any]:
-    """The indices and values of the largest weights of each row; zero weights have the index -1."""
+    """Return index and value of the largest weights of each row; zero weights have the index -1."""
     indices = maps.abs().topk(min(TOP, maps.shape[-1]), dim=-1).indices
     weights = maps.gather(-1, indices)
     return {"index": pack_indices(indices.masked_fill(weights == 0, -1)), "weight": pack_numbers(weights)}

@@ -1,4 +1,4 @@
-"""The learnt matrices of a model's mechanisms, as JSON."""
+"""Reports the learnt matrices of a model's mechanisms as JSON."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,14 @@ from crosshead.modeling.mechanisms.talking import STAGES, Talking
 from .pack import pack_numbers
 
 MAXIMUM_SIDE = 256
-"""Rows or columns drawn; larger matrices are downsampled."""
+"""Maximum number of rows or columns; larger matrices are downsampled."""
 
 
 def matrix_records(part: str, layers: Sequence[int], name: str, mechanism: Mechanism) -> Iterator[dict[str, Any]]:
-    """Each matrix of a mechanism, which layers may share; for one near the identity, its difference from it."""
+    """Yield the record of each matrix of a mechanism, which layers may share.
+
+    A matrix near the identity is stored as its difference from the identity.
+    """
     for matrix_name, matrix in learnt_matrices(mechanism).items():
         matrix = matrix.float()
         identity = near_identity(matrix)
@@ -36,17 +39,18 @@ def matrix_records(part: str, layers: Sequence[int], name: str, mechanism: Mecha
 
 
 def learnt_matrices(mechanism: Mechanism) -> dict[str, torch.Tensor]:
-    """The matrices, with a row for each output; for talking also the product of its two maps, without the softmax.
+    """Return the matrices of a mechanism, with a row for each output.
 
-    Those of explicit are block-diagonal, with a block for each group.
+    For talking, the product of its two maps is added, as if there were no softmax between them. The matrices of
+    explicit are block-diagonal, with a block for each group.
     """
     if isinstance(mechanism, Differential) and mechanism.version == 1:
         return {"lambda": mechanism(mechanism.lambda_q1).detach().reshape(1, 1)}
-    parameters = {name.removesuffix(".weight"): each.detach() for name, each in mechanism.named_parameters()}
-    matrices = {name: each for name, each in parameters.items() if each.ndim == 2}
+    parameters = {name.removesuffix(".weight"): parameter.detach() for name, parameter in mechanism.named_parameters()}
+    matrices = {name: matrix for name, matrix in parameters.items() if matrix.ndim == 2}
     if isinstance(mechanism, Explicit):
         groups = mechanism.settings["groups"]
-        matrices = {name: torch.block_diag(*each.chunk(groups)) for name, each in matrices.items()}
+        matrices = {name: torch.block_diag(*matrix.chunk(groups)) for name, matrix in matrices.items()}
     if isinstance(mechanism, Talking) and set(mechanism.settings["on"]) == set(STAGES):
         matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
     return matrices
@@ -60,12 +64,12 @@ def near_identity(matrix: torch.Tensor) -> bool:
 
 
 def downsample(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, or the root mean square of blocks if a side is too long."""
+    """Return the matrix; if a side is too long, the root mean square of blocks."""
     block = tuple(ceil(size / MAXIMUM_SIDE) for size in matrix.shape)
     return matrix if block == (1, 1) else avg_pool2d(matrix.square()[None], block, ceil_mode=True)[0].sqrt()
 
 
 def description(mechanism: Mechanism) -> str:
-    """The first paragraph of the docstring of the mechanism's file."""
+    """Return the first paragraph of the module docstring of the mechanism's file."""
     text = sys.modules[type(mechanism).__module__].__doc__ or type(mechanism).__name__
     return " ".join(text.partition("\n\n")[0].split())

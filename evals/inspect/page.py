@@ -1,4 +1,4 @@
-"""Writes a report as an HTML page with styles, scripts and data inside, and its data as JSON."""
+"""Writes a report as an HTML page that contains its styles, scripts and data, and the data as JSON."""
 
 import json
 import re
@@ -12,30 +12,30 @@ from crosshead.common.errors import EvalError
 
 PAGE, DATA = ".html", ".json"
 PLACEHOLDER = re.compile(r"\{\{([\w.]+)\}\}")
-"""In the template: the name of a file in page/, or `data`."""
+"""Placeholder in page.html: the name of a file in page/, or `data`."""
 
 
 def check_target(page: Path, overwrite: bool) -> None:
-    """`EvalError` if the page or its data could not be written; called before the work is done."""
+    """Raise `EvalError` if the page or its data cannot be written; called before the models run."""
     if page.suffix != PAGE:
         raise EvalError(f"{page} does not end in {PAGE}: its data is written to the same name with {DATA}")
     check_targets([page, page.with_suffix(DATA)], overwrite)
 
 
 def write_report(report: Mapping[str, Any], page: Path) -> list[Path]:
-    """Write the data and the page; returns both paths."""
+    """Write the data and the page; return both paths."""
     contents = {page.with_suffix(DATA): report_text(report), page: page_text(report)}
     write_whole(contents)
     return list(contents)
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """The report as JSON."""
+    """Return the report as JSON."""
     return json.dumps(report, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def page_text(report: Mapping[str, Any]) -> str:
-    """The report as a page."""
+    """Return the report as an HTML page."""
     folder = files("crosshead.evals") / "page"
 
     def content(placeholder: re.Match[str]) -> str:

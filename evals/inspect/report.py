@@ -38,11 +38,11 @@ from .matrices import description, matrix_records
 from .pack import rounded
 
 TRAINING, DRIFT = "training.json", "drift/"
-"""The record of a training in a model's folder, and the beginning of its metrics of mechanisms."""
+"""File name of the training record in a model's folder, and prefix of its metrics on mechanisms."""
 
 
 class AttentionModule(NamedTuple):
-    """An attention module, its part of the model, and the layers that use it: several if they share weights."""
+    """An attention module, its part of the model, and the layers that use it: several layers if they share weights."""
 
     part: Part
     attention: Any
@@ -50,20 +50,20 @@ class AttentionModule(NamedTuple):
 
 
 def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> dict[str, Any]:
-    """The report of one or two models on texts or images."""
+    """Return the report of one or two models on texts or images."""
     opened = [open_dit(name) or open_config(name) for name in names]
     backbones = [backbone_of(each) for each in opened]
     opened = [
         each if IMAGE in backbone.reads else replace(each, tokenizer=open_tokenizer(each))
         for each, backbone in zip(opened, backbones, strict=True)
     ]
-    read = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
-    models = [model_record(*each, progress) for each in zip(opened, backbones, read, strict=True)]
+    samples = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
+    models = [model_record(*each, progress) for each in zip(opened, backbones, samples, strict=True)]
     return {"longest_text": MAXIMUM_TOKENS, "top": TOP, "models": models}
 
 
 def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], progress: Progress) -> dict[str, Any]:
-    """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text or image."""
+    """Return a model's report: its sizes, its mechanisms' matrices, and its layers' states for each text or image."""
     model = _load(opened)
     config, done = opened.config, count(1)
     modules = attention_modules(model, backbone)
@@ -95,17 +95,17 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
 
 
 def recorded_drift(name: str) -> dict[str, float]:
-    """The distance of each mechanism from its start, as recorded by `crosshead train`; empty without a record."""
+    """Return the distance of each mechanism from its start that `crosshead train` recorded; empty without a record."""
     repository, revision = split_revision(name)
     flags = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     path = cached_file(repository, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {key.removeprefix(DRIFT): each for key, each in found if key.startswith(DRIFT) and isinstance(each, float)}
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    return {key.removeprefix(DRIFT): item for key, item in items if key.startswith(DRIFT) and isinstance(item, float)}
 
 
 def _load(opened: Opened) -> Any:
-    """The model in float32, on the CPU, with attention that returns its weights."""
+    """Load the model in float32 on the CPU, with attention that returns its weights."""
     if opened.config.model_type == DIT:
         return load_dit(opened)
     options = {"dtype": torch.float32, "device_map": None, "attn_implementation": "eager"}
@@ -113,14 +113,14 @@ def _load(opened: Opened) -> Any:
 
 
 def attention_modules(model: Any, backbone: Backbone) -> list[AttentionModule]:
-    """The attention modules of a model, part by part."""
+    """Return the attention modules of a model, part by part; their layers are filled in when the model runs."""
     modules = list(getattr(model, "base_model", model).named_modules())
-    found = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
-    return [AttentionModule(part, module, []) for part, module in found]
+    named = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
+    return [AttentionModule(part, module, []) for part, module in named]
 
 
 def part_record(part: Part, modules: Sequence[AttentionModule]) -> dict[str, Any]:
-    """The name of a part, its queries and keys, and the number of its layers."""
+    """Return a part's record: its name, its queries and keys, and the number of its layers."""
     layers = sum(len(module.layers) for module in modules if module.part is part)
     return {"name": part.name, "rows": part.rows, "columns": part.columns, "causal": part.causal, "layers": layers}
 
@@ -129,16 +129,19 @@ def part_record(part: Part, modules: Sequence[AttentionModule]) -> dict[str, Any
 def layer_records(
     model: Any, backbone: Backbone, modules: Sequence[AttentionModule], sample: Sample, advance: Callable[[], None]
 ) -> dict[str, Any]:
-    """The record of each layer for one sample, made while the model runs: only one layer's weights are in memory."""
-    found: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
+    """Run the model on one sample and return the record of each layer.
+
+    Records are made while the model runs, so that only one layer's attention weights are in memory.
+    """
+    records: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
     for module in modules:
         module.layers.clear()
 
     def receive(module: AttentionModule, states: LayerStates) -> None:
-        part, layers = module.part, found[module.part.name]
+        part, layers = module.part, records[module.part.name]
         if not states.are_finite:
-            place = f"{part.name} layer {len(layers)} of {model.config._name_or_path}"
-            raise EvalError(f"{place} computes nan or inf on {sample.record['name']!r}: its weights are damaged")
+            where = f"{part.name} layer {len(layers)} of {model.config._name_or_path}"
+            raise EvalError(f"{where} computes nan or inf on {sample.record['name']!r}: its weights are damaged")
         positions = sample.positions[part.rows] if part.rows == part.columns else None
         module.layers.append(len(layers))
         layers.append({"part": part.name, "layer": len(layers), **layer_record(states, positions, part.causal)})
@@ -151,7 +154,7 @@ def layer_records(
             else:
                 stack.enter_context(record_states(module.attention, backbone, partial(receive, module)))
         model(**sample.arguments, **dict(backbone.arguments))
-    layers = [layer for of_part in found.values() for layer in of_part]
+    layers = [layer for part_layers in records.values() for layer in part_layers]
     similarity = {}
     for side in ("patterns", "outputs"):
         means = [mean for layer in layers if (mean := layer["mean_similarity"][side]) is not None]

@@ -1,1 +1,1 @@
-"""Losses of a model with some heads masked, and plots."""
+"""The loss of a model with masked heads, and line plots."""

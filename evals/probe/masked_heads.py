@@ -1,7 +1,7 @@
-"""The loss of a model with some heads masked at random in each layer, as in figure 6 of the KHA paper.
+"""Measures the loss of a model with random heads masked in each layer, as in figure 6 of the KHA paper.
 
-The output of a masked head is set to zero before the output projection. A head is `head_dim` inputs of that
-projection, also where a mechanism combines two heads.
+The output of a masked head is set to zero before the output projection. A head is a group of `head_dim` inputs of that
+projection, also if a mechanism combines two heads into one output.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +19,19 @@ from crosshead.common.errors import EvalError
 from crosshead.common.progress import Advance
 
 MAXIMUM_COUNTS = 9
+"""Maximum number of different counts of masked heads."""
 STRIDE = 1_000_003
-"""Between seeds, so that each draw has its own."""
+"""Distance between the seeds of different counts, so that each draw has a seed of its own."""
 
 
 def counts_to_mask(heads: int) -> list[int]:
-    """Evenly spaced counts from 0 to all heads but one."""
+    """Return evenly spaced counts of masked heads, from 0 to all heads but one."""
     steps = min(heads, MAXIMUM_COUNTS)
     return sorted({round(step * (heads - 1) / max(1, steps - 1)) for step in range(steps)})
 
 
 def head_counts(model: Any) -> list[int]:
-    """The heads of each layer, as its output projection reads them."""
+    """Return the number of heads of each layer, as its output projection reads them."""
     config = model.config
     size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
     size = size or config.hidden_size // config.num_attention_heads
@@ -41,7 +42,7 @@ def head_counts(model: Any) -> list[int]:
 def masked_heads(
     model: Any, tokens: torch.Tensor, counts: Sequence[int], draws: int, seed: int, advance: Advance
 ) -> list[dict[str, Any]]:
-    """The loss on windows of tokens (B, T) for each count of masked heads, and each draw of them."""
+    """Return the losses on token windows (B, T) for each count of masked heads: one loss per draw, and their mean."""
     rows: list[dict[str, Any]] = []
     times = {count: draws if count else 1 for count in counts}
     done, total = 0, sum(times.values())
@@ -58,7 +59,7 @@ def masked_heads(
 
 
 def lines(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[float, float]]]:
-    """The lines of the plot: for each model, mean losses by count of masked heads."""
+    """Return the lines of the plot: model name -> points (count of masked heads, mean loss)."""
     return {name: [(row["masked"], row["loss"]) for row in rows] for name, rows in reports.items()}
 
 

@@ -22,8 +22,8 @@ Points = Sequence[tuple[float, float]]
 
 
 @contextmanager
-def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
-    """Axes to draw on, and the stream that holds the SVG after the block. Lines with a gid are in the legend."""
+def svg_plot(x_label: str, y_label: str) -> Iterator[tuple[Any, io.StringIO]]:
+    """Yield axes to draw on, and a stream that holds the SVG after the block. Lines with a gid are in the legend."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -31,17 +31,17 @@ def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 5.2), layout="constrained")
         axes = figure.subplots()
-        axes.set(xlabel=across, ylabel=upwards)
+        axes.set(xlabel=x_label, ylabel=y_label)
         yield axes, picture
         named = [line for line in axes.lines if line.get_gid()]
-        labels = [str(line.get_label()).replace("$", r"\$") for line in named]  # names are no formulas
+        labels = [str(line.get_label()).replace("$", r"\$") for line in named]  # matplotlib reads $ as a formula
         axes.legend(named, labels, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
 
 
-def line_plot(lines: Mapping[str, Points], across: str, upwards: str) -> str:
-    """The SVG of named lines."""
-    with svg_plot(across, upwards) as (axes, picture):
+def line_plot(lines: Mapping[str, Points], x_label: str, y_label: str) -> str:
+    """Return the SVG of a plot with named lines."""
+    with svg_plot(x_label, y_label) as (axes, picture):
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=name, gid=name)
     return picture.getvalue()

@@ -1,1 +1,1 @@
-"""Scores on a user's own data of models that lm-evaluation-harness does not score."""
+"""Scores on a user's own data, for models that lm-evaluation-harness does not score."""

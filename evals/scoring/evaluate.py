@@ -1,4 +1,4 @@
-"""Scores models on a user's data: which kind of scores follows from the class that a model's config names."""
+"""Scores models on a user's data. The class that a model's config names determines the kind of data and scores."""
 
 import gc
 import math
@@ -31,9 +31,9 @@ KINDS: dict[str, type[Data]] = {
     "ForImageClassification": LabelledImages,
     "ForImageClassificationWithTeacher": LabelledImages,
 }
-"""The ending of a class's name -> how its models are scored."""
+"""Ending of a model class's name -> the kind of data on which it is scored."""
 PACKAGES = ("crosshead", "transformers", "torch")
-"""Scores depend on their versions, and on Python's."""
+"""Packages whose versions are in the report, because scores depend on them."""
 
 
 def score_data(
@@ -49,8 +49,8 @@ def score_data(
 ) -> dict[str, Any]:
     """Score each model on a file or a folder; with `compared`, compare each later model with the first.
 
-    The report is that of `harness.evaluate`, with the name and the digest of the data; `save` is called with the
-    present one after each model and each comparison.
+    The report has the fields of `harness.evaluate`, and the name and the digest of the data. `save` is called with the
+    report so far after each model and each comparison.
     """
     check_options(models, limit, batch_size, compared)
     if not path.exists():
@@ -59,7 +59,7 @@ def score_data(
         data = _open(models, path, limit, trust_remote_code)
         if compared:
             _check_comparable(data)
-        parameters = [parameter_count(each.opened, each.auto_class) for each in data]
+        parameters = [parameter_count(item.opened, item.auto_class) for item in data]
         name = path.resolve().name
         report = {
             "suite": {"name": data[0].title, "source": name, "missing": []},
@@ -72,28 +72,28 @@ def score_data(
 
         def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
             progress(f"scoring {data[index].opened.name}")
-            scores, found = _score(data[index], name, batch_size)
-            return scores | {"parameters": parameters[index]}, found
+            scores, items = _score(data[index], name, batch_size)
+            return scores | {"parameters": parameters[index]}, items
 
         return score_all(report, score, len(models), compared, save)
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
-    """The data as each model reads it; all of one kind."""
+    """Return the data as each model reads it; all models must be of one kind."""
     opened = [open_config(name, trust_remote_code) for name in models]
-    kinds = [_kind(each) for each in opened]
-    for each, kind in zip(opened, kinds, strict=True):
+    kinds = [_kind(model) for model in opened]
+    for model, kind in zip(opened, kinds, strict=True):
         if kind is not kinds[0]:
             raise EvalError(
-                f"{opened[0].name} is a model for {kinds[0].title}, and {each.name} for {kind.title}: "
+                f"{opened[0].name} is a model for {kinds[0].title}, and {model.name} for {kind.title}: "
                 "score them separately"
             )
     if kinds[0].reads_text:
-        opened = [replace(each, tokenizer=open_tokenizer(each)) for each in opened]
-    contexts = [_context(each) for each in opened]
-    if issubclass(kinds[0], Windows):  # the same windows for each
+        opened = [replace(model, tokenizer=open_tokenizer(model)) for model in opened]
+    contexts = [_context(model) for model in opened]
+    if issubclass(kinds[0], Windows):  # all models must have the same windows
         contexts = [min(contexts)] * len(contexts)
-    return [kinds[0](each, path, limit, context) for each, context in zip(opened, contexts, strict=True)]
+    return [kinds[0](model, path, limit, context) for model, context in zip(opened, contexts, strict=True)]
 
 
 def _kind(opened: Opened) -> type[Data]:
@@ -108,7 +108,7 @@ def _kind(opened: Opened) -> type[Data]:
 
 
 def _context(opened: Opened) -> int:
-    """The tokens that the model and its tokenizer allow; `sys.maxsize` if neither has a limit."""
+    """Return the maximum number of tokens of model and tokenizer; `sys.maxsize` if neither has a limit."""
     limits = (
         getattr(opened.config.get_text_config(), "max_position_embeddings", None),
         getattr(opened.tokenizer, "model_max_length", None),  # a very large number if it has none
@@ -117,16 +117,16 @@ def _context(opened: Opened) -> int:
 
 
 def _check_comparable(data: Sequence[Data]) -> None:
-    for each in data:
-        if each.comparable() != data[0].comparable():
+    for other in data:
+        if other.comparable() != data[0].comparable():
             raise EvalError(
-                f"{data[0].opened.name} and {each.opened.name} have different tokens for this text: leave out "
+                f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
                 "--compare"
             )
 
 
 def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items | None]]:
-    """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
+    """Return the report of one model and the items behind its scores; the model is unloaded afterwards."""
     model = load_model(data.opened, data.auto_class)
     scores = data.run(model, batch_size)
     report = {

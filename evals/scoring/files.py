@@ -1,4 +1,4 @@
-"""Reads the files of a user: rows with labels, plain text, and folders of images; errors name the file and the row."""
+"""Reads the user's files: rows with labels, plain text, and folders of images. Errors name the file and the row."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ TEXT_COLUMNS = (
     ("#1 String", "#2 String"),
     ("sentence",),
 )
-"""The texts of a row in the tasks of GLUE, in its own files and in those of the Hub; the first ones found count."""
+"""Text columns in the tasks of GLUE, in its own files and on the Hub; the first complete entry is used."""
 LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+"""Names of the label column in the tasks of GLUE; the first one in a row is used."""
 SUFFIXES = (".tsv", ".jsonl", ".json")
 LISTED_CLASSES = 4
-"""Maximum number of names of classes in a message."""
+"""Maximum number of class names in a message."""
 Row = tuple[str, tuple[str, ...], Any]
-"""File and line of a row, its texts, and its label."""
+"""File and line of a row (for messages), its texts, and its label."""
 
 
 def read_rows(path: Path, limit: int | None) -> list[Row]:
-    """The rows of a file with tab-separated values, which are never quoted, or with JSON lines."""
+    """Read the rows of a file with tab-separated values, which are never quoted, or with JSON lines."""
     if path.suffix not in SUFFIXES or not path.is_file():
         raise EvalError(
             f"{path} is not a file with rows: a sequence classifier reads {', '.join(SUFFIXES)} (JSON lines)"
@@ -43,14 +44,14 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
 
 
 def _row(where: str, line: str, header: list[str] | None) -> Row:
-    """Columns are looked for in each row, because lines of JSON may differ."""
+    """Parse one row. Its columns are looked up anew, because the fields of JSON lines may differ."""
     fields = json_object(line, where, EvalError) if header is None else _fields(where, line, header)
     names = next((names for names in TEXT_COLUMNS if all(name in fields for name in names)), None)
     label = next((name for name in LABEL_COLUMNS if name in fields), None)
-    for found, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
-        if found is None:
-            wanted = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise EvalError(f"{where}: no column {wanted}; the columns are {', '.join(map(repr, fields))}")
+    for columns, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
+        if columns is None:
+            expected = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise EvalError(f"{where}: no column {expected}; the columns are {', '.join(map(repr, fields))}")
     texts = tuple(fields[name] for name in names or ())
     for name, text in zip(names or (), texts, strict=True):
         if not isinstance(text, str) or not text.strip():
@@ -67,17 +68,17 @@ def _fields(where: str, line: str, header: list[str]) -> dict[str, Any]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """A file, or the .txt files in a folder and its subfolders."""
+    """Return the file itself, or the .txt files in a folder and its subfolders."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.rglob("*.txt") if file.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+    if not files:
         raise EvalError(f"{path} has no .txt files")
-    return found
+    return files
 
 
 def class_folders(path: Path) -> dict[Path, list[Path]]:
-    """The images in each subfolder of a folder; a subfolder without images is left out."""
+    """Return the images in each subfolder of a folder; a subfolder without images is left out."""
     if not path.is_dir():
         raise EvalError(
             f"{path} is not a folder: an image classifier reads a folder with one subfolder for each class"
@@ -85,7 +86,7 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
     loose = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if loose:
         raise EvalError(f"{loose[0]} lies in no subfolder: put each image into the subfolder of its class")
-    folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     files = {
         folder: sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
         for folder in folders
@@ -96,21 +97,21 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
 
 
 def class_of(config: Any, label: Any, where: str) -> int:
-    """A model's class by its name or its number; `EvalError` if it has none, or two of that name."""
+    """Return the index of a class by its name or its number; `EvalError` if it is unknown or ambiguous."""
     names = {int(index): str(name) for index, name in config.id2label.items()}
-    found = [index for index, name in names.items() if name == label]
-    if not found and isinstance(label, str) and label.isascii() and label.isdigit():
+    matches = [index for index, name in names.items() if name == label]
+    if not matches and isinstance(label, str) and label.isascii() and label.isdigit():
         label = int(label)
-    if not found and isinstance(label, int) and not isinstance(label, bool) and label in names:
-        found = [label]
-    if len(found) > 1:
+    if not matches and isinstance(label, int) and not isinstance(label, bool) and label in names:
+        matches = [label]
+    if len(matches) > 1:
         raise EvalError(
-            f"{where}: the model has {len(found)} classes {label!r}: use the class's number, such as {found[0]}"
+            f"{where}: the model has {len(matches)} classes {label!r}: use the class's number, such as {matches[0]}"
         )
-    if not found:
+    if not matches:
         classes = ", ".join(list(names.values())[:LISTED_CLASSES]) + (", ..." if len(names) > LISTED_CLASSES else "")
         raise EvalError(
             f"{where}: unknown class {label!r}: the model has the classes 0 to {len(names) - 1}, named {classes}"
             f"{nearest(str(label), names.values())}"
         )
-    return found[0]
+    return matches[0]

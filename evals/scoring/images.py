@@ -1,4 +1,4 @@
-"""Image classifiers on a folder with one subfolder for each class."""
+"""Scores image classifiers on a folder with one subfolder for each class."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from .metrics import TOP, Score, image_scores
 
 
 class LabelledImages(Data):
-    """Images with the class that their folder names; with a limit, evenly spaced ones."""
+    """Images labelled with the class that their folder names; a limit takes evenly spaced images."""
 
     auto_class = AutoModelForImageClassification
     title = "image classification"
@@ -42,15 +42,15 @@ class LabelledImages(Data):
         self.channels = opened.config.num_channels
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Losses, predicted classes, and whether the class is among the five likeliest."""
+        """Return losses, predicted classes, and 1 if the label is among the five likeliest classes (B, 3)."""
         pixels = [processed_image(self.images[index][0], self.processor, self.channels) for index in indices]
-        if len({each.shape for each in pixels}) > 1:
+        if len({image.shape for image in pixels}) > 1:
             raise EvalError(f"the image processor of {self.opened.label} gives images of different sizes")
         logits = model(pixel_values=torch.cat(pixels).to(model.device, model.dtype)).logits
         return label_outcomes(logits, [self.images[index][1] for index in indices], TOP)
 
     def scores(self, outcomes: Tensor) -> list[Score]:
-        """Accuracy, top-5 accuracy where there are more classes, and loss."""
+        """Return accuracy, top-5 accuracy if there are more than five classes, and loss."""
         labels = torch.tensor([label for _, label in self.images])
         scores = image_scores(outcomes[:, 0], outcomes[:, 1].long(), labels, outcomes[:, 2])
         return scores if self.opened.config.num_labels > TOP else [scores[0], scores[-1]]

@@ -1,7 +1,7 @@
-"""Metrics with the items behind them, so that two models can be compared item by item.
+"""Computes metrics with the items behind them, so that two models can be compared item by item.
 
-F1 and correlations are not means over items. Their items are jackknife values: the mean of these is the score, and
-their standard error is the jackknife's.
+F1 and correlations are not means over items. Their items are jackknife values: the mean of these values is the score,
+and their standard error is the jackknife's standard error of the score.
 """
 
 import math
@@ -16,11 +16,12 @@ from torch import Tensor
 from ..harness.scores import Items, ratio
 
 TOP = 5
+"""Number of likeliest classes in top-5 accuracy."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one model."""
+    """One metric of one model, and the items behind it."""
 
     metric: str
     items: Items
@@ -28,9 +29,9 @@ class Score:
 
     @property
     def value(self) -> float:
-        """The score."""
-        found = ratio(self.items.values, self.items.weights)
-        return math.exp(found) if self.items.exponential else found
+        """The score: the ratio of the items' sums, or its exponential."""
+        value = ratio(self.items.values, self.items.weights)
+        return math.exp(value) if self.items.exponential else value
 
 
 def _means(values: Tensor) -> Items:
@@ -38,21 +39,21 @@ def _means(values: Tensor) -> Items:
 
 
 def class_scores(losses: Tensor, predictions: Tensor, labels: Tensor, classes: int) -> list[Score]:
-    """Accuracy, F1, Matthews correlation and loss; F1 is that of class 1, or for more classes the mean over them."""
+    """Return accuracy, F1, Matthews correlation and loss; F1 of class 1 if there are two classes, else macro F1."""
     scores = [Score("accuracy", _means((predictions == labels).double()))]
     for name, metric in (("f1" if classes == 2 else "macro_f1", _f1), ("matthews_correlation", _matthews)):
-        scores.append(Score(name, _of_confusion(metric, predictions, labels, classes)))
+        scores.append(Score(name, _confusion_items(metric, predictions, labels, classes)))
     return [*scores, Score("loss", _means(losses), False)]
 
 
 def image_scores(losses: Tensor, predictions: Tensor, labels: Tensor, among_top: Tensor) -> list[Score]:
-    """Accuracy, top-5 accuracy and loss; `among_top` is 1 for an item with its class among the `TOP` likeliest."""
+    """Return accuracy, top-5 accuracy and loss; `among_top` is 1 if the label is among the `TOP` likeliest."""
     accuracy, loss = Score("accuracy", _means((predictions == labels).double())), Score("loss", _means(losses), False)
     return [accuracy, Score(f"top_{TOP}_accuracy", _means(among_top)), loss]
 
 
 def token_scores(losses: Tensor, hits: Tensor, tokens: Tensor) -> list[Score]:
-    """Loss, perplexity and accuracy of tokens, from the sums over the tokens of each window."""
+    """Return loss, perplexity and accuracy of tokens, from the sums over the tokens of each window."""
     sums, weights = losses.tolist(), tokens.double().tolist()
     return [
         Score("loss", Items(sums, weights, False), False),
@@ -62,33 +63,33 @@ def token_scores(losses: Tensor, hits: Tensor, tokens: Tensor) -> list[Score]:
 
 
 def value_scores(predictions: Tensor, labels: Tensor) -> list[Score]:
-    """Pearson's and Spearman's correlation, with jackknife values from the correlations of all items but one."""
+    """Return Pearson and Spearman correlation with jackknife values, from the correlations without one item each."""
     from scipy.stats import rankdata
 
-    found, places = [], np.arange(len(labels))
-    for name, read in (("pearson", np.asarray), ("spearman", rankdata)):
+    scores, indices = [], np.arange(len(labels))
+    for name, transform in (("pearson", np.asarray), ("spearman", rankdata)):
 
-        def score(kept: Any, read: Callable[[Any], Any] = read) -> float:
-            return _correlation(read(predictions.numpy()[kept]), read(labels.numpy()[kept]))
+        def score(selection: Any, transform: Callable[[Any], Any] = transform) -> float:
+            return _correlation(transform(predictions.numpy()[selection]), transform(labels.numpy()[selection]))
 
-        without = torch.tensor([score(places != place) for place in places], dtype=torch.float64)
-        found.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
-    return found
+        without = torch.tensor([score(indices != left_out) for left_out in indices], dtype=torch.float64)
+        scores.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
+    return scores
 
 
 def _correlation(x: Any, y: Any) -> float:
-    """0 where one side does not vary."""
+    """Return Pearson's correlation; 0 if one side is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
 def _jackknife(score: float, without: Tensor, answers: Tensor) -> Items:
-    """`without` holds the score of all items but one, for each."""
+    """Return the jackknife values of a score; `without[i]` is the score of all items but item i."""
     values = score + (len(without) - 1) * (without.mean() - without)
     return Items(values.tolist(), [1.0] * len(values), False, answers.tolist())
 
 
-def _of_confusion(metric: Callable[[Tensor], float], predictions: Tensor, labels: Tensor, classes: int) -> Items:
-    """A score of the matrix of counts, with a row for each label and a column for each prediction."""
+def _confusion_items(metric: Callable[[Tensor], float], predictions: Tensor, labels: Tensor, classes: int) -> Items:
+    """Return the jackknife values of a metric of the confusion matrix (rows: labels, columns: predictions)."""
     cells = labels * classes + predictions
     counts = torch.bincount(cells, minlength=classes**2).double()
     without = torch.zeros_like(counts)
@@ -100,7 +101,7 @@ def _of_confusion(metric: Callable[[Tensor], float], predictions: Tensor, labels
 
 
 def _f1(confusion: Tensor) -> float:
-    """Of class 1 among two; the mean over the classes that occur among more."""
+    """Return the F1 of class 1 for two classes; for more, the mean F1 of the classes that occur."""
     totals = confusion.sum(0) + confusion.sum(1)
     by_class = 2 * confusion.diagonal() / totals.clamp(min=1)
     if len(confusion) == 2:
@@ -109,7 +110,7 @@ def _f1(confusion: Tensor) -> float:
 
 
 def _matthews(confusion: Tensor) -> float:
-    """0 if the labels or the predictions are all equal."""
+    """Return the Matthews correlation; 0 if the labels or the predictions are all equal."""
     predicted, labelled, count = confusion.sum(0), confusion.sum(1), confusion.sum()
     spread = (count**2 - predicted @ predicted) * (count**2 - labelled @ labelled)
     covariance = confusion.diagonal().sum() * count - predicted @ labelled

@@ -1,4 +1,4 @@
-"""Sequence classifiers, and regressions of one value, on rows of GLUE's kind."""
+"""Scores sequence classifiers, and regressions of one value, on rows of texts as in GLUE."""
 
 import inspect
 import math
@@ -22,14 +22,14 @@ MIN_ROWS = 3
 
 
 def _end_with(token: int, encoded: dict[str, list[int]], context: int) -> None:
-    """End a text with the token whose output a classifier such as T5's reads, which some tokenizers do not."""
+    """End a text with `token`: a classifier such as T5's reads its output, but some tokenizers do not add it."""
     if encoded["input_ids"][-1:] != [token]:
         encoded["input_ids"] = [*encoded["input_ids"][: context - 1], token]
         encoded["attention_mask"] = [1] * len(encoded["input_ids"])
 
 
 class LabelledRows(Data):
-    """Texts, or pairs of texts, with a class or a value each."""
+    """Texts or pairs of texts, each with a class or a value."""
 
     auto_class = AutoModelForSequenceClassification
     title = "sequence classification"
@@ -55,13 +55,13 @@ class LabelledRows(Data):
             if config.is_encoder_decoder:
                 _end_with(config.eos_token_id, self.encoded[index], context)
             check_tokens(self.encoded[index]["input_ids"], config.get_text_config().vocab_size)
-        self.lengths = [len(each["input_ids"]) for each in self.encoded]
+        self.lengths = [len(encoded["input_ids"]) for encoded in self.encoded]
         self.padding = config.get_text_config().pad_token_id
-        if self.padding is None:  # a decoder would not find the last token
+        if self.padding is None:  # a decoder could not find the last token in a padded batch
             self.largest_batch = 1
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Predicted values, or losses and predicted classes."""
+        """Return predicted values (B, 1), or loss, predicted class and hit (B, 3)."""
         read = inspect.signature(model.forward).parameters
         rows = [{name: ids for name, ids in self.encoded[index].items() if name in read} for index in indices]
         logits: Tensor = model(**text_inputs(rows, self.padding or 0, model)).logits
@@ -70,7 +70,7 @@ class LabelledRows(Data):
         return label_outcomes(logits, [int(self.labels[index]) for index in indices], 1)
 
     def scores(self, outcomes: Tensor) -> list[Score]:
-        """Correlations, or accuracy, F1, Matthews correlation and loss."""
+        """Return correlations, or accuracy, F1, Matthews correlation and loss."""
         if self.regression:
             return value_scores(outcomes[:, 0], torch.tensor(self.labels, dtype=torch.float64))
         return class_scores(

@@ -1,4 +1,4 @@
-"""Masked language models and T5 on plain text: the same masks and spans for every model with the same tokenizer."""
+"""Scores masked language models and T5 on plain text, with the same masks or spans for all models of a tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from .metrics import Score, token_scores
 
 SEED = 0
 RATE, SPAN = 0.15, 3
-"""The part of the tokens that a model has to find, and the mean length of a span of T5."""
+"""Fraction of the tokens that a model has to predict, and mean length of a span of T5 in tokens."""
 LENGTH = 512
-"""The tokens of a window, if the model's context is long enough."""
+"""Length of a window in tokens, if the model's context is long enough."""
 IGNORED = -100
-"""The label of a token without a loss, in transformers."""
+"""Label of a token without a loss, in transformers."""
 
 
 class Windows(Data):
     """Windows of a text that do not overlap, and never reach from one file into the next."""
 
     tokens: list[list[int]]
-    """Of each window, without special tokens."""
+    """Token ids of each window, without special tokens."""
 
     def read(self, opened: Opened, path: Path, limit: int | None, length: int) -> None:
         """Cut the text into windows of `length` tokens."""
@@ -45,22 +45,22 @@ class Windows(Data):
         self.tokens = self.tokens[:limit]
 
     def comparable(self) -> Any:
-        """The tokens, and so the masks."""
+        """The token ids of all windows, which determine the masks and spans."""
         return self.tokens
 
     def scores(self, outcomes: Tensor) -> list[Score]:
-        """Loss, perplexity and accuracy."""
+        """Return loss, perplexity and accuracy."""
         return token_scores(*outcomes.unbind(1))
 
 
 class MaskedWindows(Windows):
-    """Windows in which the mask token replaces tokens at random places."""
+    """Windows in which the mask token replaces random tokens."""
 
     auto_class = AutoModelForMaskedLM
     title = "masked language modelling"
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
-        """Each window has the special tokens that the tokenizer puts around a text."""
+        """Mask random tokens of each window; the tokenizer's start and end tokens are around a window."""
         start, end = start_tokens(opened.tokenizer), end_tokens(opened.tokenizer)
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context - len(start) - len(end))
@@ -77,26 +77,26 @@ class MaskedWindows(Windows):
             ids[chosen + len(start)] = mask
             self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
             self.encoded.append({"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)})
-        self.lengths = [len(each["input_ids"]) for each in self.encoded]
+        self.lengths = [len(encoded["input_ids"]) for encoded in self.encoded]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Sums over the masked tokens."""
-        places, targets = zip(*(self.places[index] for index in indices), strict=True)
-        counts = torch.tensor([len(each) for each in places])
+        """Return sums over the masked tokens of each window (B, 3): loss, hits and number of tokens."""
+        positions, targets = zip(*(self.places[index] for index in indices), strict=True)
+        counts = torch.tensor([len(masked) for masked in positions])
         rows = torch.arange(len(indices)).repeat_interleave(counts)
         inputs = text_inputs([self.encoded[index] for index in indices], self.opened.config.pad_token_id or 0, model)
-        logits = model(**inputs).logits[rows, torch.cat(places)]
+        logits = model(**inputs).logits[rows, torch.cat(positions)]
         return token_outcomes(logits, torch.cat(targets), rows, len(indices))
 
 
 class CorruptedWindows(Windows):
-    """Windows in which sentinels replace spans, which T5 has to write after their sentinels."""
+    """Windows in which sentinels replace spans; T5 must write each span after its sentinel."""
 
     auto_class = AutoModelForSeq2SeqLM
     title = "span corruption"
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
-        """As in T5's training: spans lie between other tokens, and the last one ends the window."""
+        """Corrupt spans as in T5's training: spans are never adjacent, and the last one ends the window."""
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context)
         generator = Generator().manual_seed(SEED)
@@ -108,60 +108,60 @@ class CorruptedWindows(Windows):
         self.lengths = [len(pair.inputs) for pair in self.pairs]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Sums over the tokens of the answer, with sentinels and the end token, as in training."""
+        """Return sums (B, 3) over the tokens of each answer, with sentinels and the end token, as in training."""
         pairs = [self.pairs[index] for index in indices]
         inputs = [{"input_ids": pair.inputs, "attention_mask": [1] * len(pair.inputs)} for pair in pairs]
         labels = padded([pair.answer for pair in pairs], IGNORED)
         encoded = text_inputs(inputs, self.opened.config.pad_token_id or 0, model)
         logits = model(**encoded, labels=labels.to(model.device)).logits
-        rows, places = (labels != IGNORED).nonzero(as_tuple=True)
-        return token_outcomes(logits[rows, places], labels[rows, places], rows, len(indices))
+        rows, positions = (labels != IGNORED).nonzero(as_tuple=True)
+        return token_outcomes(logits[rows, positions], labels[rows, positions], rows, len(indices))
 
 
 def _token(opened: Opened, word: str | None) -> int:
-    """The id of a special token, which the model must have."""
+    """Return the id of a special token, which tokenizer and model must have."""
     tokenizer = opened.tokenizer
-    found = None if word is None else tokenizer.convert_tokens_to_ids(word)
-    if found is None or (found == tokenizer.unk_token_id and word != tokenizer.unk_token):
+    index = None if word is None else tokenizer.convert_tokens_to_ids(word)
+    if index is None or (index == tokenizer.unk_token_id and word != tokenizer.unk_token):
         raise EvalError(
             f"the tokenizer of {opened.label} has no token {word or 'eos_token'}, which span corruption needs"
         )
-    check_tokens([found], opened.config.vocab_size)
-    return int(found)
+    check_tokens([index], opened.config.vocab_size)
+    return int(index)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A corrupted window and its answer."""
+    """Encoder input and decoder answer of a corrupted window."""
 
     inputs: list[int]
     answer: list[int]
 
 
 def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
-    """Begin and end of the spans of a window, `RATE` of its tokens in spans of `SPAN` on average."""
+    """Return begin and end of the random spans of a window: `RATE` of its tokens, in spans of `SPAN` on average."""
     noise = min(max(1, round(RATE * length)), length - 1)
     count = max(1, round(noise / SPAN))
-    spans, place = [], 0
-    for kept, removed in zip(_parts(length - noise, count, generator), _parts(noise, count, generator), strict=True):
-        spans.append((place + kept, place + kept + removed))
-        place += kept + removed
+    spans, position = [], 0
+    for plain, noisy in zip(_parts(length - noise, count, generator), _parts(noise, count, generator), strict=True):
+        spans.append((position + plain, position + plain + noisy))
+        position += plain + noisy
     return spans
 
 
 def _parts(total: int, count: int, generator: Generator) -> list[int]:
-    """Random positive numbers with a sum; every choice of them is equally likely."""
+    """Return `count` random positive numbers with the sum `total`; every choice is equally likely."""
     inner = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return torch.diff(inner, prepend=torch.tensor([0]), append=torch.tensor([total])).tolist()
 
 
 def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int) -> Pair:
-    """The window with a sentinel for each span, and the spans after their sentinels."""
+    """Return the window with a sentinel instead of each span, and the spans after their sentinels as the answer."""
     inputs: list[int] = []
     answer: list[int] = []
-    place = 0
+    position = 0
     for (begin, stop), sentinel in zip(spans, sentinels, strict=True):
-        inputs += [*window[place:begin], sentinel]
+        inputs += [*window[position:begin], sentinel]
         answer += [sentinel, *window[begin:stop]]
-        place = stop
-    return Pair([*inputs, *window[place:], end], [*answer, end])
+        position = stop
+    return Pair([*inputs, *window[position:], end], [*answer, end])

@@ -6,11 +6,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 MINIMUM, MAXIMUM = 1000, 1500
-"""Characters: a shorter topic is left out, and a longer topic is cut after a paragraph."""
+"""Lengths of a text in characters: a shorter topic is left out, and a longer topic is cut after a paragraph."""
 
 
 def grammar(**_metadata: Any) -> dict[str, Any]:
-    """Pairs of sentences, of which one is correct."""
+    """Return pairs of sentences, of which one is grammatical."""
     from datasets import Dataset
 
     lines = Path(__file__).with_name("crosshead_grammar.jsonl").read_text(encoding="utf-8").splitlines()
@@ -18,14 +18,14 @@ def grammar(**_metadata: Any) -> dict[str, Any]:
 
 
 def prose(**_metadata: Any) -> dict[str, Any]:
-    """The beginnings of the topics of `help()`."""
+    """Return the beginnings of the topics of `help()` as texts."""
     from datasets import Dataset
 
-    found = [{"topic": name, "text": beginning(topics[name])} for name in sorted(topics)]
-    return {"test": Dataset.from_list([document for document in found if len(document["text"]) >= MINIMUM])}
+    documents = [{"topic": name, "text": beginning(topics[name])} for name in sorted(topics)]
+    return {"test": Dataset.from_list([document for document in documents if len(document["text"]) >= MINIMUM])}
 
 
 def beginning(text: str) -> str:
-    """As many complete paragraphs as fit."""
+    """Return the complete paragraphs at the beginning of a text that fit into `MAXIMUM` characters."""
     end = text.rfind("\n\n", 0, MAXIMUM + 2) if len(text) > MAXIMUM else len(text)
     return text[: max(end, 0)].strip()

@@ -1,4 +1,4 @@
-"""The backbones, one file each: which stock classes it combines, and what is peculiar to it."""
+"""The backbones, one file per architecture: the stock classes with mechanisms, and architecture-specific code."""
 
 # ruff: noqa: F403
 from .albert import *
@@ -16,5 +16,5 @@ from .t5 import *
 from .transnext import *
 from .vit import *
 
-# Set in this way, because type checkers export nothing if they see a list that is computed.
+# Set through globals(), because type checkers export nothing if they see a computed `__all__`.
 globals()["__all__"] = [name for name in globals() if name.startswith("Crosshead")]

@@ -1,4 +1,4 @@
-"""ALBERT with mechanisms in its attention, whose weights all layers share."""
+"""ALBERT with mechanisms in its attention; all layers share their weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,35 +50,35 @@ class CrossheadAlbertConfig(MixersConfig, AlbertConfig):
     mixers: dict[str, Any] | None = None
 
     def check_mixers(self) -> None:
-        """No option may differ between layers that share their weights."""
+        """Refuse options that differ between layers, because the layers share their weights."""
         super().check_mixers()
         for name, options in (self.mixers or {}).items():
-            for option, value in reversed(options.items()):  # those that follow from others come first
+            for option, value in reversed(options.items()):  # derived options come first
                 counts = isinstance(RULES[name].options.get(option), Count)
                 if option == LAYERS or (counts and isinstance(value, list)):
                     reason = "the layers share their weights: use one value for all"
                     raise refuse(f"mixers.{name}.{option}", value, reason)
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of each layer: the first, in every one."""
+        """Return the head layout of each layer; all are that of the first layer."""
         return [self.layout_of_layer(0)] * (self.num_hidden_layers * self.inner_group_num)
 
 
 class CrossheadAlbertAttention(EncoderAttention, IndexedAttention, stock.AlbertAttention):
-    """Its attention, with the dropout and the norm that follow it."""
+    """ALBERT attention with mechanisms, followed by dropout, residual and LayerNorm as in the stock class."""
 
     q_proj, k_proj, v_proj, o_proj = map(alias, ("query", "key", "value", "dense"))
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed outputs (B, T, hidden), and the attention weights where the implementation returns them."""
+        """Return outputs (B, T, hidden) after residual and LayerNorm, and the attention weights if available."""
         output, weights = super().forward(hidden_states, attention_mask, **kwargs)
         return self.LayerNorm(hidden_states + self.output_dropout(output)), weights
 
 
 class CrossheadAlbertPreTrainedModel(CrossheadPreTrained, stock.AlbertPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the ALBERT models."""
 
     config: CrossheadAlbertConfig
     attention_class = CrossheadAlbertAttention
@@ -86,7 +86,7 @@ class CrossheadAlbertPreTrainedModel(CrossheadPreTrained, stock.AlbertPreTrained
 
 
 class CrossheadAlbertModel(CrossheadBackbone, CrossheadAlbertPreTrainedModel, stock.AlbertModel):
-    """Its encoder."""
+    """ALBERT encoder."""
 
     encoder: Any
     config: CrossheadAlbertConfig
@@ -99,7 +99,7 @@ class CrossheadAlbertModel(CrossheadBackbone, CrossheadAlbertPreTrainedModel, st
 
 
 class CrossheadAlbertForMaskedLM(CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForMaskedLM):
-    """Its masked language model."""
+    """ALBERT masked language model."""
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForMaskedLM.forward, CrossheadMaskedLMOutput)
@@ -107,11 +107,11 @@ class CrossheadAlbertForMaskedLM(CrossheadTask, CrossheadAlbertPreTrainedModel, 
 
 @dataclass
 class CrossheadAlbertForPreTrainingOutput(RouterOutput, stock.AlbertForPreTrainingOutput):
-    """The output for masked tokens and the order of sentences, and what the head routers did."""
+    """Output of masked language modelling and sentence order prediction, plus balance loss and router scores."""
 
 
 class CrossheadAlbertForPreTraining(CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForPreTraining):
-    """Its model for pretraining: a masked language model with a second head."""
+    """ALBERT pretraining model: masked language modelling and sentence order prediction."""
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForPreTraining.forward, CrossheadAlbertForPreTrainingOutput)
@@ -120,7 +120,7 @@ class CrossheadAlbertForPreTraining(CrossheadTask, CrossheadAlbertPreTrainedMode
 class CrossheadAlbertForSequenceClassification(
     CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """ALBERT sequence classifier."""
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForSequenceClassification.forward, CrossheadSequenceClassifierOutput)
@@ -129,7 +129,7 @@ class CrossheadAlbertForSequenceClassification(
 class CrossheadAlbertForTokenClassification(
     CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForTokenClassification
 ):
-    """Its token classifier."""
+    """ALBERT token classifier."""
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForTokenClassification.forward, CrossheadTokenClassifierOutput)
@@ -138,7 +138,7 @@ class CrossheadAlbertForTokenClassification(
 class CrossheadAlbertForQuestionAnswering(
     CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForQuestionAnswering
 ):
-    """Its model for answers that are spans of a text."""
+    """ALBERT extractive question answering model."""
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForQuestionAnswering.forward, CrossheadQuestionAnsweringOutput)

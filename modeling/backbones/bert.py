@@ -1,4 +1,4 @@
-"""BERT with mechanisms in its attention, as an encoder."""
+"""BERT encoder with mechanisms in its attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class CrossheadBertConfig(MixersConfig, BertConfig):
     mixers: dict[str, Any] | None = None
 
     def check_mixers(self) -> None:
-        """Mechanisms work in encoders alone."""
+        """Refuse BERT as a decoder or with cross-attention, then check `mixers`."""
         for name in ("is_decoder", "add_cross_attention"):
             if getattr(self, name):
                 raise refuse(name, True, "crosshead has BERT as an encoder: use False")
@@ -55,14 +55,14 @@ class CrossheadBertConfig(MixersConfig, BertConfig):
 
 
 class CrossheadBertAttention(CrossheadAttention, stock.BertSelfAttention):  # type: ignore[misc]  # forward takes more
-    """Its attention, without the output projection, which is that of `BertSelfOutput`."""
+    """BERT attention with mechanisms; the output projection is in `BertSelfOutput`."""
 
     q_proj, k_proj, v_proj = map(alias, ("query", "key", "value"))
     o_proj = nn.Identity()
 
 
 class CrossheadBertPreTrainedModel(CrossheadPreTrained, stock.BertPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the BERT models."""
 
     config: CrossheadBertConfig
     attention_class = CrossheadBertAttention
@@ -70,7 +70,7 @@ class CrossheadBertPreTrainedModel(CrossheadPreTrained, stock.BertPreTrainedMode
 
 
 class CrossheadBertModel(CrossheadBackbone, CrossheadBertPreTrainedModel, stock.BertModel):
-    """Its encoder."""
+    """BERT encoder."""
 
     encoder: Any
     forward = recording_forward(stock.BertModel.forward)
@@ -85,7 +85,7 @@ class CrossheadBertModel(CrossheadBackbone, CrossheadBertPreTrainedModel, stock.
 
 
 class CrossheadBertForMaskedLM(CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForMaskedLM):
-    """Its masked language model."""
+    """BERT masked language model."""
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForMaskedLM.forward, CrossheadMaskedLMOutput)
@@ -93,11 +93,11 @@ class CrossheadBertForMaskedLM(CrossheadTask, CrossheadBertPreTrainedModel, stoc
 
 @dataclass
 class CrossheadBertForPreTrainingOutput(RouterOutput, stock.BertForPreTrainingOutput):
-    """The output for masked tokens and the next sentence, and what the head routers did."""
+    """Output of masked language modelling and next sentence prediction, plus balance loss and router scores."""
 
 
 class CrossheadBertForPreTraining(CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForPreTraining):
-    """Its model for pretraining: a masked language model with a second head."""
+    """BERT pretraining model: masked language modelling and next sentence prediction."""
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForPreTraining.forward, CrossheadBertForPreTrainingOutput)
@@ -106,7 +106,7 @@ class CrossheadBertForPreTraining(CrossheadTask, CrossheadBertPreTrainedModel, s
 class CrossheadBertForSequenceClassification(
     CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """BERT sequence classifier."""
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForSequenceClassification.forward, CrossheadSequenceClassifierOutput)
@@ -115,14 +115,14 @@ class CrossheadBertForSequenceClassification(
 class CrossheadBertForTokenClassification(
     CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForTokenClassification
 ):
-    """Its token classifier."""
+    """BERT token classifier."""
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForTokenClassification.forward, CrossheadTokenClassifierOutput)
 
 
 class CrossheadBertForQuestionAnswering(CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForQuestionAnswering):
-    """Its model for answers that are spans of a text."""
+    """BERT extractive question answering model."""
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForQuestionAnswering.forward, CrossheadQuestionAnsweringOutput)

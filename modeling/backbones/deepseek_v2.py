@@ -12,7 +12,7 @@ from ..latent import LatentAttention, LatentConfig
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 from ..ops import widened
 
-# Stock checkpoints store experts one by one, the model holds them fused.
+# Stock checkpoints store each expert separately; the model holds them fused.
 register_checkpoint_conversion_mapping(
     "crosshead_deepseek_v2", get_checkpoint_conversion_mapping("deepseek_v2"), overwrite=True
 )
@@ -34,10 +34,10 @@ class CrossheadDeepseekV2Config(LatentConfig, DeepseekV2Config):
 
 
 class CrossheadDeepseekV2Attention(LatentAttention, stock.DeepseekV2Attention):  # type: ignore[misc]
-    """Its attention."""
+    """DeepSeek-V2 attention with mechanisms."""
 
     def apply_rotary(self, query: Tensor, key: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate neighbouring features by complex numbers (B, T, features / 2); as stock, but float64 stays."""
+        """Rotate adjacent features by complex `frequencies` (B, T, features / 2); like stock, but keeps float64."""
 
         def rotated(x: Tensor) -> Tensor:
             pairs = torch.view_as_complex(x.to(widened(x.dtype)).reshape(*x.shape[:-1], -1, 2))
@@ -47,7 +47,7 @@ class CrossheadDeepseekV2Attention(LatentAttention, stock.DeepseekV2Attention): 
 
 
 class CrossheadDeepseekV2PreTrainedModel(CrossheadPreTrained, stock.DeepseekV2PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the DeepSeek-V2 models."""
 
     config: CrossheadDeepseekV2Config
     attention_class = CrossheadDeepseekV2Attention
@@ -55,18 +55,18 @@ class CrossheadDeepseekV2PreTrainedModel(CrossheadPreTrained, stock.DeepseekV2Pr
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # The library looks for a decorator in the file of the class; the experts are the stock ones.
+        # transformers looks for a decorator in the class's source file; the experts are the stock ones.
         return stock.DeepseekV2PreTrainedModel._can_set_experts_implementation()
 
 
 class CrossheadDeepseekV2Model(CrossheadBackbone, CrossheadDeepseekV2PreTrainedModel, stock.DeepseekV2Model):
-    """Its decoder."""
+    """DeepSeek-V2 decoder."""
 
 
 class CrossheadDeepseekV2ForCausalLM(
     CrossheadCausalLM, CrossheadDeepseekV2PreTrainedModel, stock.DeepseekV2ForCausalLM
 ):
-    """Its language model."""
+    """DeepSeek-V2 causal language model."""
 
     backbone_class = CrossheadDeepseekV2Model
 
@@ -74,6 +74,6 @@ class CrossheadDeepseekV2ForCausalLM(
 class CrossheadDeepseekV2ForSequenceClassification(
     CrossheadClassifier, CrossheadDeepseekV2PreTrainedModel, stock.DeepseekV2ForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """DeepSeek-V2 sequence classifier."""
 
     backbone_class = CrossheadDeepseekV2Model

@@ -10,7 +10,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from ..latent import LatentAttention, LatentConfig
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
-# Stock checkpoints store experts one by one, the model holds them fused.
+# Stock checkpoints store each expert separately; the model holds them fused.
 register_checkpoint_conversion_mapping(
     "crosshead_deepseek_v3", get_checkpoint_conversion_mapping("deepseek_v3"), overwrite=True
 )
@@ -32,10 +32,10 @@ class CrossheadDeepseekV3Config(LatentConfig, DeepseekV3Config):
 
 
 class CrossheadDeepseekV3Attention(LatentAttention, stock.DeepseekV3Attention):  # type: ignore[misc]
-    """Its attention."""
+    """DeepSeek-V3 attention with mechanisms."""
 
     def apply_rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate neighbouring features, or the two halves, as the config says."""
+        """Rotate pairs of adjacent features if `config.rope_interleave`, else the two halves of the features."""
         interleaved = self.config.rope_interleave
         rotate = stock.apply_rotary_pos_emb_interleave if interleaved else stock.apply_rotary_pos_emb
         rotated: tuple[Tensor, Tensor] = rotate(query, key, cos, sin)
@@ -43,7 +43,7 @@ class CrossheadDeepseekV3Attention(LatentAttention, stock.DeepseekV3Attention): 
 
 
 class CrossheadDeepseekV3PreTrainedModel(CrossheadPreTrained, stock.DeepseekV3PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the DeepSeek-V3 models."""
 
     config: CrossheadDeepseekV3Config
     attention_class = CrossheadDeepseekV3Attention
@@ -51,18 +51,18 @@ class CrossheadDeepseekV3PreTrainedModel(CrossheadPreTrained, stock.DeepseekV3Pr
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # The library looks for a decorator in the file of the class; the experts are the stock ones.
+        # transformers looks for a decorator in the class's source file; the experts are the stock ones.
         return stock.DeepseekV3PreTrainedModel._can_set_experts_implementation()
 
 
 class CrossheadDeepseekV3Model(CrossheadBackbone, CrossheadDeepseekV3PreTrainedModel, stock.DeepseekV3Model):
-    """Its decoder."""
+    """DeepSeek-V3 decoder."""
 
 
 class CrossheadDeepseekV3ForCausalLM(
     CrossheadCausalLM, CrossheadDeepseekV3PreTrainedModel, stock.DeepseekV3ForCausalLM
 ):
-    """Its language model."""
+    """DeepSeek-V3 causal language model."""
 
     backbone_class = CrossheadDeepseekV3Model
 
@@ -70,6 +70,6 @@ class CrossheadDeepseekV3ForCausalLM(
 class CrossheadDeepseekV3ForSequenceClassification(
     CrossheadClassifier, CrossheadDeepseekV3PreTrainedModel, stock.DeepseekV3ForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """DeepSeek-V3 sequence classifier."""
 
     backbone_class = CrossheadDeepseekV3Model

@@ -35,11 +35,11 @@ class CrossheadDeiTConfig(MixersConfig, DeiTConfig):
 
 
 class CrossheadDeiTAttention(EncoderAttention, IndexedAttention, stock.DeiTAttention):  # type: ignore[misc]
-    """Its attention."""
+    """DeiT attention with mechanisms."""
 
 
 class CrossheadDeiTPreTrainedModel(CrossheadPreTrained, stock.DeiTPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the DeiT models."""
 
     config: CrossheadDeiTConfig
     attention_class = CrossheadDeiTAttention
@@ -47,7 +47,7 @@ class CrossheadDeiTPreTrainedModel(CrossheadPreTrained, stock.DeiTPreTrainedMode
 
 
 class CrossheadDeiTModel(CrossheadBackbone, CrossheadDeiTPreTrainedModel, stock.DeiTModel):
-    """Its encoder."""
+    """DeiT encoder."""
 
     forward = recording_forward(stock.DeiTModel.forward)
 
@@ -63,13 +63,13 @@ class CrossheadDeiTModel(CrossheadBackbone, CrossheadDeiTPreTrainedModel, stock.
 class CrossheadDeiTForImageClassification(
     CrossheadTask, CrossheadDeiTPreTrainedModel, stock.DeiTForImageClassification
 ):
-    """Its image classifier."""
+    """DeiT image classifier."""
 
     backbone_class = CrossheadDeiTModel
     forward = task_forward(stock.DeiTForImageClassification.forward, CrossheadImageClassifierOutput)
 
 
-# Checkpoints have the names of earlier releases of the library, which renames them for its own class.
+# Checkpoints use the tensor names of older transformers releases, which renames them for the stock class only.
 register_checkpoint_conversion_mapping(
     "CrossheadDeiTModel", get_checkpoint_conversion_mapping("DeiTModel") or [], overwrite=True
 )

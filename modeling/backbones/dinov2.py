@@ -26,7 +26,7 @@ from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
 
 __all__ = ["CrossheadDinov2Config", "CrossheadDinov2ForImageClassification", "CrossheadDinov2Model"]
 NESTED = hasattr(stock, "Dinov2SelfAttention")
-"""In older releases of the library, attention is a module without the output projection within another module."""
+"""Older transformers releases: attention is a nested module, and the output projection is in its parent."""
 STOCK_ATTENTION: Any = getattr(stock, "Dinov2SelfAttention", stock.Dinov2Attention)
 
 
@@ -41,7 +41,7 @@ class CrossheadDinov2Config(MixersConfig, Dinov2Config):
 
 
 class CrossheadDinov2Attention(EncoderAttention, IndexedAttention, STOCK_ATTENTION):  # type: ignore[misc]
-    """Its attention."""
+    """DINOv2 attention with mechanisms."""
 
     if NESTED:
         q_proj, k_proj, v_proj = map(alias, ("query", "key", "value"))
@@ -49,7 +49,7 @@ class CrossheadDinov2Attention(EncoderAttention, IndexedAttention, STOCK_ATTENTI
 
 
 class CrossheadDinov2PreTrainedModel(CrossheadPreTrained, stock.Dinov2PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the DINOv2 models."""
 
     config: CrossheadDinov2Config
     attention_class = CrossheadDinov2Attention
@@ -57,7 +57,7 @@ class CrossheadDinov2PreTrainedModel(CrossheadPreTrained, stock.Dinov2PreTrained
 
 
 class CrossheadDinov2Encoder(CrossheadBackbone, CrossheadDinov2PreTrainedModel, stock.Dinov2Encoder):
-    """Its layers."""
+    """DINOv2 encoder layers."""
 
     layer: Any
     forward = recording_forward(stock.Dinov2Encoder.forward)
@@ -73,16 +73,16 @@ class CrossheadDinov2Encoder(CrossheadBackbone, CrossheadDinov2PreTrainedModel, 
 
 
 class CrossheadDinov2Model(CrossheadDinov2PreTrainedModel, stock.Dinov2Model):
-    """Its embeddings and layers."""
+    """DINOv2 model: embeddings and encoder."""
 
     def __init__(self, config: CrossheadDinov2Config) -> None:
         self._check_config(config)
         super().__init__(config)
 
     def post_init(self) -> None:
-        """Replace the encoder before the initial values are set."""
+        """Replace the stock encoder before the weights are initialised."""
         if any(getattr(module, "gradient_checkpointing", False) for module in self.encoder.modules()):
-            # The stock encoder has removed the field from the config.
+            # The stock encoder has removed `gradient_checkpointing` from the config.
             self.config.gradient_checkpointing = True
         self.encoder = CrossheadDinov2Encoder(self.config)
         super().post_init()
@@ -91,24 +91,24 @@ class CrossheadDinov2Model(CrossheadDinov2PreTrainedModel, stock.Dinov2Model):
     def forward(  # type: ignore[override]
         self, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any
     ) -> Any:
-        """As the stock model; with what the encoder records."""
-        found: list[Any] = [] if backbone_outputs is None else backbone_outputs
-        outputs = super().forward(*inputs, backbone_outputs=found, **kwargs)
-        if not isinstance(outputs, tuple) and "head_router_scores" in found[-1][1]:
-            outputs["head_router_scores"] = found[-1][1]["head_router_scores"]
+        """Return the stock outputs, plus `head_router_scores` if the encoder recorded them."""
+        recorded: list[Any] = [] if backbone_outputs is None else backbone_outputs
+        outputs = super().forward(*inputs, backbone_outputs=recorded, **kwargs)
+        if not isinstance(outputs, tuple) and "head_router_scores" in recorded[-1][1]:
+            outputs["head_router_scores"] = recorded[-1][1]["head_router_scores"]
         return outputs
 
 
 class CrossheadDinov2ForImageClassification(
     CrossheadTask, CrossheadDinov2PreTrainedModel, stock.Dinov2ForImageClassification
 ):
-    """Its image classifier."""
+    """DINOv2 image classifier."""
 
     backbone_class = CrossheadDinov2Model
     forward = task_forward(stock.Dinov2ForImageClassification.forward, CrossheadImageClassifierOutput)
 
 
-# Checkpoints have the names of older releases of the library, apart from mechanisms.
+# Checkpoints use the tensor names of older transformers releases, except for the mechanisms' tensors.
 register_checkpoint_conversion_mapping(
     "CrossheadDinov2Model",
     [WeightRenaming("attention.mixers", "attention.attention.mixers")]

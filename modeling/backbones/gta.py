@@ -1,8 +1,8 @@
-"""Grouped tied attention (GTA), in Llama's layers, with mechanisms.
+"""Grouped tied attention (GTA) in Llama layers, with mechanisms.
 
-A key/value head is one tied state: all of it is the value, and its first half is the first half of the key, without
-positions. The second half of the key is one rotated half-head, the same for all heads. The cache holds the tied states
-and that half-head. There are no stock checkpoints: models are trained from scratch.
+Each key/value head has one tied state: it is the value, and its first half is the first half of the key, without
+RoPE. The second half of the key is one half-head with RoPE that all heads share. The cache holds the tied states and
+this half-head. There are no stock checkpoints: models are trained from scratch.
 
 Paper: "Hardware-Efficient Attention for Fast Decoding", section 3.3.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class CrossheadGtaConfig(MixersConfig, LlamaConfig):
-    """`LlamaConfig` plus `mixers`; the rotated half-head has `head_dim / 2` features."""
+    """`LlamaConfig` plus `mixers`; the shared half-head with RoPE has `head_dim / 2` features."""
 
     model_type = "crosshead_gta"
     class_prefix = "CrossheadGta"
@@ -43,7 +43,7 @@ class CrossheadGtaConfig(MixersConfig, LlamaConfig):
     mixers: dict[str, Any] | None = None
 
     def check_mixers(self) -> None:
-        """Half of a head is rotated, in pairs of features."""
+        """Check that half of `head_dim` is even for RoPE, then check `mixers`."""
         if self.layout_of_layer(0).head_dim % 4:
             raise refuse("head_dim", self.head_dim, "half of it is rotated in pairs: use a multiple of 4")
         check_refused(self.refused, self.mixers)
@@ -51,7 +51,7 @@ class CrossheadGtaConfig(MixersConfig, LlamaConfig):
 
 
 class CrossheadGtaAttention(CrossheadAttention, stock.LlamaAttention):  # type: ignore[misc]
-    """Its attention: `v_proj` makes tied states, `k_proj` the half-head of positions."""
+    """GTA with mechanisms: `v_proj` yields the tied states, `k_proj` the shared half-head with RoPE."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -59,7 +59,7 @@ class CrossheadGtaAttention(CrossheadAttention, stock.LlamaAttention):  # type: 
         self._resize(self.k_proj, config.hidden_size, self.key_dim)
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the second half of queries, and the half-head."""
+        """Apply RoPE to the second half of each query and to the shared half-head."""
         plain, rotary = query.chunk(2, dim=-1)
         rotary, key = stock.apply_rotary_pos_emb(rotary, key, cos, sin)
         return torch.cat((plain, rotary), dim=-1), key
@@ -71,7 +71,7 @@ class CrossheadGtaAttention(CrossheadAttention, stock.LlamaAttention):  # type: 
 
 
 class CrossheadGtaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the GTA models."""
 
     config: CrossheadGtaConfig
     attention_class = CrossheadGtaAttention
@@ -79,12 +79,12 @@ class CrossheadGtaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedMode
 
 
 class CrossheadGtaModel(CrossheadBackbone, CrossheadGtaPreTrainedModel, stock.LlamaModel):
-    """Its decoder."""
+    """GTA decoder."""
 
     rotary_emb: Any
 
     def post_init(self) -> None:
-        """Positions for half a head."""
+        """Set up RoPE for half of `head_dim`, and replace the attention of all layers."""
         half = copy(self.config)
         half.head_dim = self.config.layout_of_layer(0).head_dim // 2
         self.rotary_emb = stock.LlamaRotaryEmbedding(config=half)
@@ -94,7 +94,7 @@ class CrossheadGtaModel(CrossheadBackbone, CrossheadGtaPreTrainedModel, stock.Ll
 
 
 class CrossheadGtaForCausalLM(CrossheadCausalLM, CrossheadGtaPreTrainedModel, stock.LlamaForCausalLM):
-    """Its language model."""
+    """GTA causal language model."""
 
     backbone_class = CrossheadGtaModel
 
@@ -102,6 +102,6 @@ class CrossheadGtaForCausalLM(CrossheadCausalLM, CrossheadGtaPreTrainedModel, st
 class CrossheadGtaForSequenceClassification(
     CrossheadClassifier, CrossheadGtaPreTrainedModel, stock.LlamaForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """GTA sequence classifier."""
 
     backbone_class = CrossheadGtaModel

@@ -26,11 +26,11 @@ class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
 
 
 class CrossheadLlamaAttention(CrossheadAttention, stock.LlamaAttention):  # type: ignore[misc]  # forward takes more
-    """Its attention."""
+    """Llama attention with mechanisms."""
 
 
 class CrossheadLlamaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the Llama models."""
 
     config: CrossheadLlamaConfig
     attention_class = CrossheadLlamaAttention
@@ -38,11 +38,11 @@ class CrossheadLlamaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedMo
 
 
 class CrossheadLlamaModel(CrossheadBackbone, CrossheadLlamaPreTrainedModel, stock.LlamaModel):
-    """Its decoder."""
+    """Llama decoder."""
 
 
 class CrossheadLlamaForCausalLM(CrossheadCausalLM, CrossheadLlamaPreTrainedModel, stock.LlamaForCausalLM):
-    """Its language model."""
+    """Llama causal language model."""
 
     backbone_class = CrossheadLlamaModel
 
@@ -50,6 +50,6 @@ class CrossheadLlamaForCausalLM(CrossheadCausalLM, CrossheadLlamaPreTrainedModel
 class CrossheadLlamaForSequenceClassification(
     CrossheadClassifier, CrossheadLlamaPreTrainedModel, stock.LlamaForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """Llama sequence classifier."""
 
     backbone_class = CrossheadLlamaModel

@@ -26,11 +26,11 @@ class CrossheadQwen2Config(MixersConfig, Qwen2Config):
 
 
 class CrossheadQwen2Attention(CrossheadAttention, stock.Qwen2Attention):
-    """Its attention."""
+    """Qwen2 attention with mechanisms."""
 
 
 class CrossheadQwen2PreTrainedModel(CrossheadPreTrained, stock.Qwen2PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the Qwen2 models."""
 
     config: CrossheadQwen2Config
     attention_class = CrossheadQwen2Attention
@@ -38,11 +38,11 @@ class CrossheadQwen2PreTrainedModel(CrossheadPreTrained, stock.Qwen2PreTrainedMo
 
 
 class CrossheadQwen2Model(CrossheadBackbone, CrossheadQwen2PreTrainedModel, stock.Qwen2Model):
-    """Its decoder."""
+    """Qwen2 decoder."""
 
 
 class CrossheadQwen2ForCausalLM(CrossheadCausalLM, CrossheadQwen2PreTrainedModel, stock.Qwen2ForCausalLM):
-    """Its language model."""
+    """Qwen2 causal language model."""
 
     backbone_class = CrossheadQwen2Model
 
@@ -50,6 +50,6 @@ class CrossheadQwen2ForCausalLM(CrossheadCausalLM, CrossheadQwen2PreTrainedModel
 class CrossheadQwen2ForSequenceClassification(
     CrossheadClassifier, CrossheadQwen2PreTrainedModel, stock.Qwen2ForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """Qwen2 sequence classifier."""
 
     backbone_class = CrossheadQwen2Model

@@ -27,11 +27,11 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
 
 
 class CrossheadQwen3Attention(CrossheadAttention, stock.Qwen3Attention):
-    """Its attention."""
+    """Qwen3 attention with mechanisms."""
 
 
 class CrossheadQwen3PreTrainedModel(CrossheadPreTrained, stock.Qwen3PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the Qwen3 models."""
 
     config: CrossheadQwen3Config
     attention_class = CrossheadQwen3Attention
@@ -39,11 +39,11 @@ class CrossheadQwen3PreTrainedModel(CrossheadPreTrained, stock.Qwen3PreTrainedMo
 
 
 class CrossheadQwen3Model(CrossheadBackbone, CrossheadQwen3PreTrainedModel, stock.Qwen3Model):
-    """Its decoder."""
+    """Qwen3 decoder."""
 
 
 class CrossheadQwen3ForCausalLM(CrossheadCausalLM, CrossheadQwen3PreTrainedModel, stock.Qwen3ForCausalLM):
-    """Its language model."""
+    """Qwen3 causal language model."""
 
     backbone_class = CrossheadQwen3Model
 
@@ -51,6 +51,6 @@ class CrossheadQwen3ForCausalLM(CrossheadCausalLM, CrossheadQwen3PreTrainedModel
 class CrossheadQwen3ForSequenceClassification(
     CrossheadClassifier, CrossheadQwen3PreTrainedModel, stock.Qwen3ForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """Qwen3 sequence classifier."""
 
     backbone_class = CrossheadQwen3Model

@@ -1,9 +1,9 @@
-"""Qwen3-MoE with mechanisms in its attention, and optionally with loss-free balancing of its experts.
+"""Qwen3-MoE with mechanisms in its attention, and optionally with auxiliary-loss-free load balancing of its experts.
 
-With `expert_bias`, a bias is added to the experts' probabilities where the largest are chosen. The weights of the
-chosen experts are made of the probabilities alone, so that no gradient reaches it; training moves it by the number of
-tokens of each expert (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024). With a
-bias of zero, the router is the stock one, bit for bit.
+With `expert_bias`, the router adds a bias per expert to the probabilities for the top-k selection only. The weights of
+the selected experts use the probabilities without it, so that it gets no gradient; training updates it from the number
+of tokens per expert (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024). With a
+bias of zero, the router equals the stock one, bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from ..configuration import MixersConfig
 from ..mechanisms.base import AuxiliaryLoss
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
-# Stock checkpoints store experts one by one, the model holds them fused. The library's rule for that goes by model
-# type, so ours needs an entry, also where this code runs as remote code.
+# Stock checkpoints store each expert separately; the model holds them fused. transformers looks up the conversion by
+# model type, so this model type needs its own entry, also when this code runs as remote code.
 register_checkpoint_conversion_mapping(
     "crosshead_qwen3_moe", get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True
 )
-EXPERT_BIAS = "e_score_correction_bias"  # the buffer's name, as other models have it
+EXPERT_BIAS = "e_score_correction_bias"  # the buffer's name in other transformers models
 
 __all__ = [
     "CrossheadQwen3MoeConfig",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
-    """`Qwen3MoeConfig` plus `mixers`, and `expert_bias`, which is in config.json only where it is true."""
+    """`Qwen3MoeConfig` plus `mixers` and `expert_bias`; config.json contains `expert_bias` only if it is true."""
 
     model_type = "crosshead_qwen3_moe"
     class_prefix = "CrossheadQwen3Moe"
@@ -47,13 +47,13 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
     expert_bias: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check the one field more."""
+        """Check that `expert_bias` is a bool."""
         super().__post_init__(**kwargs)
         if not isinstance(self.expert_bias, bool):
             raise ValueError(f"expert_bias={self.expert_bias!r} is not allowed: use true or false")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, from which config.json is made."""
+        """Return the fields that are saved to config.json."""
         content: dict[str, Any] = super().to_dict()
         if not self.expert_bias:
             del content["expert_bias"]
@@ -61,11 +61,11 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
 
 
 class CrossheadQwen3MoeAttention(CrossheadAttention, stock.Qwen3MoeAttention):
-    """Its attention."""
+    """Qwen3-MoE attention with mechanisms."""
 
 
 class BiasedRouter(stock.Qwen3MoeTopKRouter):
-    """The stock router with a bias for each expert, in float32 whatever the dtype of the model."""
+    """The stock router with a bias per expert, kept in float32 whatever the dtype of the model."""
 
     e_score_correction_bias: Tensor
 
@@ -75,7 +75,7 @@ class BiasedRouter(stock.Qwen3MoeTopKRouter):
         self.register_buffer(EXPERT_BIAS, torch.zeros(config.num_experts).float())
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (tokens, experts), and of the chosen experts (tokens, k) the weights and indices."""
+        """Return logits (tokens, experts), and the weights and indices of the selected experts (tokens, k)."""
         logits = functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         probabilities = functional.softmax(logits, dtype=torch.float, dim=-1)
         chosen = (probabilities.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
@@ -85,7 +85,7 @@ class BiasedRouter(stock.Qwen3MoeTopKRouter):
         return logits, weights.to(logits.dtype), chosen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BiasedRouter":
-        # `model.to(torch.bfloat16)` would lose steps of a thousandth in the rounding.
+        # bfloat16, as after `model.to(torch.bfloat16)`, would round away update steps of 0.001.
         exact = self.e_score_correction_bias
         super()._apply(fn, recurse)
         if self.e_score_correction_bias.dtype != torch.float32:
@@ -94,7 +94,7 @@ class BiasedRouter(stock.Qwen3MoeTopKRouter):
 
 
 class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, stock.Qwen3MoePreTrainedModel):
-    """The common part of its models."""
+    """Base class of the Qwen3-MoE models."""
 
     config: CrossheadQwen3MoeConfig
     attention_class = CrossheadQwen3MoeAttention
@@ -108,15 +108,15 @@ class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, stock.Qwen3MoePreTra
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # The library looks for a decorator in the file of the class; the experts are the stock ones.
+        # transformers looks for a decorator in the class's source file; the experts are the stock ones.
         return stock.Qwen3MoePreTrainedModel._can_set_experts_implementation()
 
 
 class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeModel):
-    """Its decoder, with a bias for each expert where the config says so."""
+    """Qwen3-MoE decoder, with a bias per expert if `config.expert_bias`."""
 
     def post_init(self) -> None:
-        """Replace routers before the initial values are set."""
+        """Replace the routers if `expert_bias`, before the weights are initialised."""
         if self.config.expert_bias:
             for layer in self.layers:
                 if isinstance(layer.mlp, stock.Qwen3MoeSparseMoeBlock):
@@ -126,7 +126,7 @@ class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel
 
 
 class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeForCausalLM):
-    """Its language model; where a batch is accumulated over calls, each call's balance loss counts by its tokens."""
+    """Qwen3-MoE causal language model; gradient accumulation weights balance losses by predicted tokens."""
 
     backbone_class = CrossheadQwen3MoeModel
 
@@ -146,6 +146,6 @@ class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTraine
 class CrossheadQwen3MoeForSequenceClassification(
     CrossheadClassifier, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeForSequenceClassification
 ):
-    """Its sequence classifier."""
+    """Qwen3-MoE sequence classifier."""
 
     backbone_class = CrossheadQwen3MoeModel

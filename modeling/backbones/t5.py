@@ -1,4 +1,4 @@
-"""T5 with mechanisms in its attention: the encoder, the decoder and cross-attention have mechanisms of their own."""
+"""T5 with mechanisms in its attention; encoder, decoder and cross-attention are configured separately."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,11 +27,11 @@ from ..options import refuse, unknown
 __all__ = ["CrossheadT5Config", "CrossheadT5EncoderModel", "CrossheadT5ForConditionalGeneration", "CrossheadT5Model"]
 ENCODER, DECODER, CROSS = "encoder", "decoder", "cross"
 PARTS = (ENCODER, DECODER, CROSS)
-"""Self-attention of the encoder, self-attention of the decoder, and the decoder's attention to the encoder."""
+"""Encoder self-attention, decoder self-attention, and cross-attention."""
 
 
 class CrossheadT5Config(MixersConfig, T5Config):
-    """`T5Config` plus `mixers`: a mapping of part to its mechanisms, or of mechanisms for every part."""
+    """`T5Config` plus `mixers`: a mapping from part (see `PARTS`) to mechanisms, or one mapping for all parts."""
 
     model_type = "crosshead_t5"
     class_prefix = "CrossheadT5"
@@ -48,25 +48,25 @@ class CrossheadT5Config(MixersConfig, T5Config):
     mixers: dict[str, Any] | None = None
 
     def places(self) -> list[tuple[str, int]]:
-        """The part and the layer of each attention, in the order of the forward pass of this model or stack."""
+        """Return (part, layer) of each attention module, in the order of the forward pass of this model or stack."""
         encoder = [] if self.is_decoder else [(ENCODER, layer) for layer in range(self.num_layers)]
         layers = (self.num_decoder_layers or 0) if self.is_decoder or self.is_encoder_decoder else 0
         return encoder + [(part, layer) for layer in range(layers) for part in (DECODER, CROSS)]
 
     def check_mixers(self) -> None:
-        """Bring `mixers` into its complete form, with the three parts."""
-        given: Any = {} if self.mixers is None else self.mixers
-        if isinstance(given, Mapping) and not any(part in PARTS for part in given):
-            given = dict.fromkeys(PARTS, given)
-        if not isinstance(given, Mapping):
-            raise refuse("mixers", given, "use a mapping of mechanism to options, or of part to such a mapping")
-        for part in given:
+        """Check `mixers` and complete it to a mapping with all three parts."""
+        mixers: Any = {} if self.mixers is None else self.mixers
+        if isinstance(mixers, Mapping) and not any(part in PARTS for part in mixers):
+            mixers = dict.fromkeys(PARTS, mixers)
+        if not isinstance(mixers, Mapping):
+            raise refuse("mixers", mixers, "use a mapping of mechanism to options, or of part to such a mapping")
+        for part in mixers:
             if part not in PARTS:
                 raise unknown("mixers", "part of the model", part, list(PARTS))
         layouts: dict[str, list[HeadLayout]] = {part: [] for part in PARTS}
-        for place, (part, _) in enumerate(self.places()):
-            layouts[part].append(self.layout_of_layer(place))
-        self.mixers = {part: self._complete(part, given.get(part), layouts[part]) for part in PARTS}
+        for index, (part, _) in enumerate(self.places()):
+            layouts[part].append(self.layout_of_layer(index))
+        self.mixers = {part: self._complete(part, mixers.get(part), layouts[part]) for part in PARTS}
         weights = {
             part: self.mixers[part]["mixture"]["balance_weight"]
             for part in PARTS
@@ -77,7 +77,7 @@ class CrossheadT5Config(MixersConfig, T5Config):
                 raise refuse(f"mixers.{part}.mixture.balance_weight", weight, "use one value for all parts")
 
     def _complete(self, part: str, mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
-        if not layouts and isinstance(mixers or {}, Mapping):  # a part that this stack or model does not have
+        if not layouts and isinstance(mixers or {}, Mapping):  # this stack or model does not have the part
             return mixers or {}
         try:
             return complete_mixers({} if mixers is None else mixers, layouts)
@@ -85,27 +85,27 @@ class CrossheadT5Config(MixersConfig, T5Config):
             raise ValueError(f"mixers.{part}: {error}") from None
 
     def mechanisms(self) -> dict[str, Settings]:
-        """The mechanisms of any part, with the options of the first that has them."""
+        """Return the mechanisms of all parts; options come from the first part that has the mechanism."""
         return {
             name: options for part in reversed(PARTS) for name, options in (self.mixers or {}).get(part, {}).items()
         }
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
-        """The mechanisms of one attention, by its place in the forward pass."""
+        """Return the mechanisms of the attention module at index `layer` of `places()`."""
         part, inner = self.places()[layer]
         return layer_settings((self.mixers or {})[part], inner)
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
-        """The shape of one attention, by its place in the forward pass."""
+        """Return the head layout of the attention module at index `layer` of `places()`."""
         return super().layout_of_layer(self.places()[layer][1])
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of each attention."""
-        return [self.layout_of_layer(place) for place in range(len(self.places()))]
+        """Return the head layout of each attention module."""
+        return [self.layout_of_layer(index) for index in range(len(self.places()))]
 
 
 class PlacedModule(nn.Module):
-    """Derives position bias and causality, arguments of the stock attention class, from the layer's index."""
+    """Derives the stock attention class's arguments for position bias and causality from the module's index."""
 
     def __init__(self, config: CrossheadT5Config, layer_idx: int) -> None:
         part, layer = config.places()[layer_idx]
@@ -114,18 +114,18 @@ class PlacedModule(nn.Module):
 
 
 class StoredKeys:
-    """A filled cache of cross-attention: `update` returns the stored keys and values."""
+    """Read-only view of a filled cross-attention cache: `update` ignores its input and returns the cached tensors."""
 
     def __init__(self, cache: Any) -> None:
         self.layers = cache.layers
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """What the layer has stored."""
+        """Return the keys and values cached by this layer."""
         return self.layers[layer_idx].keys, self.layers[layer_idx].values
 
 
 class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):  # type: ignore[misc]
-    """Its attention."""
+    """T5 attention with mechanisms."""
 
     q_proj, k_proj, v_proj, o_proj = map(alias, "qkvo")
 
@@ -138,7 +138,7 @@ class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Attention outputs, the position bias for the layers that follow, and the attention weights if returned."""
+        """Return the outputs, the position bias for the following layers, and the attention weights if available."""
         cache = both = kwargs.pop(CACHE, past_key_values)
         if isinstance(both, EncoderDecoderCache):
             cache = both.self_attention_cache
@@ -153,30 +153,30 @@ class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):
         return output, position_bias, weights
 
     def _position_bias(self, queries: int, cache: Any) -> Tensor:
-        """(1, H, T, S), from the distance of each key."""
+        """Return the relative position bias (1, H, T, S)."""
         if cache is None:
             return self.compute_bias(queries, queries)
         past = cache.get_seq_length(self.layer_idx)
-        past = past.clone() if isinstance(past, Tensor) else past  # a static cache changes it in place
+        past = past.clone() if isinstance(past, Tensor) else past  # a static cache updates it in place
         keys, _ = cache.get_mask_sizes(queries, self.layer_idx)
         return self.compute_bias(queries, keys, past_seen_tokens=past)
 
 
 class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the T5 models."""
 
     config: CrossheadT5Config
     attention_class = CrossheadT5Attention
-    _supports_flex_attn = False  # position biases are part of the mask
+    _supports_flex_attn = False  # the position bias is part of the mask
     _can_record_outputs = {**stock.T5PreTrainedModel._can_record_outputs, **RECORDERS}
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # Of classes outside the library, it skips modules without parameters of their own, which set their children's.
+        # For custom classes, the stock method skips modules without direct parameters; ours initialise their children.
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As the stock class, but by the sizes of the layer; parameters of mechanisms by the hidden size."""
+        """Initialise like the stock class, with the layer's own sizes; mechanism parameters use the hidden size."""
         factor, width = self.config.initializer_factor, self.config.d_model
         if isinstance(module, ParameterModule):
             module.initialise(factor * width**-0.5)
@@ -192,7 +192,7 @@ class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
 
 
 class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5Stack):
-    """Its encoder or its decoder."""
+    """T5 encoder or decoder."""
 
     block: Any
     forward = recording_forward(stock.T5Stack.forward)
@@ -201,40 +201,40 @@ class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5St
         places = [(block.layer[0], "SelfAttention") for block in self.block]
         if self.config.is_decoder:
             cross = [(block.layer[1], "EncDecAttention") for block in self.block]
-            places = [each for pair in zip(places, cross, strict=True) for each in pair]
+            places = [entry for pair in zip(places, cross, strict=True) for entry in pair]
         return ((index, parent, name) for index, (parent, name) in enumerate(places))
 
 
 class CrossheadT5Whole(CrossheadT5PreTrainedModel):
-    """The stock models, with stacks of ours."""
+    """Base class of the complete T5 models: replaces the stock stacks with `CrossheadT5Stack`."""
 
-    accepts_loss_kwargs = False  # a loss is the mean over its own call
+    accepts_loss_kwargs = False  # the loss is the mean over one call
 
     def __init__(self, config: CrossheadT5Config) -> None:
         self._check_config(config)
         super().__init__(config)
 
     def post_init(self) -> None:
-        """Replace the stacks before the initial values are set."""
+        """Replace the stacks before the weights are initialised."""
         for name in (ENCODER, DECODER):
             if hasattr(self, name):
                 config = getattr(self, name).config
-                config.is_encoder_decoder = name == DECODER  # the encoder's config has no place in a decoder
+                config.is_encoder_decoder = name == DECODER  # `places` of an encoder has no decoder layers
                 setattr(self, name, CrossheadT5Stack(config))
         super().post_init()
 
 
 class CrossheadT5Model(CrossheadT5Whole, stock.T5Model):
-    """Its encoder and decoder."""
+    """T5 encoder-decoder without a language modelling head."""
 
     forward = task_forward(stock.T5Model.forward, CrossheadSeq2SeqModelOutput)
 
 
 class CrossheadT5ForConditionalGeneration(CrossheadT5Whole, stock.T5ForConditionalGeneration):
-    """Its sequence-to-sequence language model."""
+    """T5 sequence-to-sequence language model."""
 
     forward = task_forward(stock.T5ForConditionalGeneration.forward, CrossheadSeq2SeqLMOutput)
 
 
 class CrossheadT5EncoderModel(CrossheadT5Whole, stock.T5EncoderModel):
-    """Its encoder alone."""
+    """T5 encoder-only model."""

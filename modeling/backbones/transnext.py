@@ -1,7 +1,7 @@
-"""TransNeXt with mechanisms in its attention, for checkpoints of TransNeXt and of MoH-ViT; transformers has neither.
+"""TransNeXt with mechanisms in its attention, for TransNeXt and MoH-ViT checkpoints; transformers has neither model.
 
-Four stages of layers work on smaller and smaller feature maps. Images may have any size: tensors of positions are
-made for each size. Files have the names of the published checkpoints, those of MoH-ViT's routers included.
+Four stages of layers work on feature maps of decreasing size. Images may have any size: position tensors are computed
+per size. Checkpoints use the tensor names of the published ones, including those of MoH-ViT's routers.
 """
 
 import math
@@ -42,13 +42,13 @@ ONE_LIST = "it needs the same keys for all queries, and here each pixel has a wi
 
 @dataclass(frozen=True)
 class TransNextLimit:
-    """What the architecture does not allow."""
+    """A mechanism or option that TransNeXt does not support."""
 
     option: str
-    """A mechanism, or with a dot one of its options where it is true."""
+    """`mechanism`, or `mechanism.option` to refuse the option only if it is true."""
     reason: str
     everywhere: bool = True
-    """Also in layers whose attention is global."""
+    """True if unsupported in every layer; False if supported in layers with global attention."""
 
 
 TRANSNEXT_LIMITS = (
@@ -61,61 +61,61 @@ TRANSNEXT_LIMITS = (
 
 
 class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
-    """The sizes of TransNeXt, by default of the small model, plus `mixers`. Layers count through all stages."""
+    """TransNeXt config plus `mixers`; defaults are TransNeXt-Small. Layer indices run through all stages."""
 
     model_type = "crosshead_transnext"
     class_prefix = "CrossheadTransNext"
     auto_classes = IMAGE_CLASSES
 
     image_size: int = 224
-    """Of the images in pretraining: distances in the position bias are relative to it. Other images may be larger."""
+    """Image size in pretraining, to which distances in the position bias are relative; inputs may have other sizes."""
     num_channels: int = 3
     patch_size: int = 4
-    """The stride of the first patch embedding; those of the others are 2."""
+    """Stride of the first patch embedding; the other stages have stride 2."""
     hidden_sizes: list[int] | tuple[int, ...] = (72, 144, 288, 576)
     num_attention_heads: list[int] | tuple[int, ...] = (3, 6, 12, 24)
     depths: list[int] | tuple[int, ...] = (5, 5, 22, 5)
     mlp_ratios: list[int] | tuple[int, ...] = (8, 8, 4, 4)
     sr_ratios: list[int] | tuple[int, ...] = (8, 4, 2, 1)
-    """How much smaller the pooled feature map is; 1 for attention to all pixels."""
+    """Downsampling factor of the pooled feature map, per stage; 1 for global attention to all pixels."""
     window_size: int = 3
     qkv_bias: bool = True
     hidden_act: str = "gelu"
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0
     drop_path_rate: float = 0.0
-    """Of the last layer; it grows from 0."""
+    """Stochastic depth rate of the last layer; it increases linearly from 0 at the first layer."""
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     mixers: dict[str, Any] | None = None
 
     @property
     def num_hidden_layers(self) -> int:
-        """The layers of all stages."""
+        """Number of layers in all stages."""
         return sum(self.depths)
 
     @property
     def hidden_size(self) -> int:
-        """That of the last stage, which classifiers read."""
+        """Hidden size of the last stage, which the classifier reads."""
         return self.hidden_sizes[-1]
 
     def stage_of_layer(self, layer: int) -> int:
-        """The stage that holds a layer."""
+        """Return the stage of a layer."""
         return next(stage for stage in range(len(self.depths)) if layer < sum(self.depths[: stage + 1]))
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
-        """The shape of one layer."""
+        """Return the head layout of a layer."""
         stage = self.stage_of_layer(layer)
         size, heads = self.hidden_sizes[stage], self.num_attention_heads[stage]
         sizes: dict[str, Any] = {"norm_eps": self.layer_norm_eps, "dropout": self.attention_probs_dropout_prob}
         return HeadLayout(size, heads, heads, size // heads, layer_index=layer, is_rotary=False, **sizes)
 
     def check_mixers(self) -> None:
-        """Check the sizes of the stages, then `mixers` as every backbone does, then what this one does not allow."""
+        """Check the sizes of the stages, then `mixers` as every backbone does, then `TRANSNEXT_LIMITS`."""
         for name in STAGE_FIELDS:
-            given = getattr(self, name)
-            if len(given) != len(self.depths) or not all(isinstance(each, int) and each > 0 for each in given):
-                raise refuse(name, given, f"use {len(self.depths)} whole numbers from 1 up, one for each stage")
+            values = getattr(self, name)
+            if len(values) != len(self.depths) or not all(isinstance(value, int) and value > 0 for value in values):
+                raise refuse(name, values, f"use {len(self.depths)} whole numbers from 1 up, one for each stage")
         for size, heads in zip(self.hidden_sizes, self.num_attention_heads, strict=True):
             if size % heads:
                 raise refuse("num_attention_heads", heads, f"use a divisor of the stage's hidden size {size}")
@@ -138,7 +138,7 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
 
 
 class CrossheadTransNextMLP(nn.Module):
-    """A gated linear unit whose gate sees the neighbouring pixels (convolutional GLU)."""
+    """Convolutional GLU: a gated linear unit with a depthwise convolution in the gate."""
 
     def __init__(self, config: Any, stage: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class CrossheadTransNextMLP(nn.Module):
         self.drop = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> Tensor:
-        """Hidden states (B, N, hidden)."""
+        """Return hidden states (B, N, hidden)."""
         gate, value = self.fc1(hidden_states).chunk(2, dim=-1)
         gated = self.drop(self.act(self.dwconv(gate, pixels.height, pixels.width)) * value)
         output: Tensor = self.drop(self.fc2(gated))
@@ -159,7 +159,7 @@ class CrossheadTransNextMLP(nn.Module):
 
 
 class CrossheadTransNextLayer(GradientCheckpointingLayer):
-    """Attention and an MLP, each with a norm before it and a residual around it."""
+    """Pre-norm transformer layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, config: CrossheadTransNextConfig, layer_idx: int) -> None:
         super().__init__()
@@ -173,14 +173,14 @@ class CrossheadTransNextLayer(GradientCheckpointingLayer):
         self.drop_path = PvtV2DropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
 
     def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> Tensor:
-        """Hidden states (B, N, hidden)."""
+        """Return hidden states (B, N, hidden)."""
         attended, _ = self.attn(self.norm1(hidden_states), pixels)
         hidden_states = hidden_states + self.drop_path(self.drop(attended))
         return hidden_states + self.drop_path(self.mlp(self.norm2(hidden_states), pixels))
 
 
 class CrossheadTransNextPatchEmbedding(nn.Module):
-    """Overlapping patches at the start of a stage."""
+    """Overlapping patch embedding at the start of a stage."""
 
     def __init__(self, config: CrossheadTransNextConfig, stage: int) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ class CrossheadTransNextPatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_sizes[stage])
 
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Hidden states (B, N, hidden) of images or feature maps (B, channels, height, width), and the size."""
+        """Return hidden states (B, N, hidden) from maps (B, channels, height, width), and the new (height, width)."""
         maps = self.proj(images)
         return self.norm(maps.flatten(2).transpose(1, 2)), maps.shape[2:]
 
 
 class CrossheadTransNextPreTrainedModel(CrossheadPreTrained, PreTrainedModel):
-    """The common part of its models."""
+    """Base class of the TransNeXt models."""
 
     config: CrossheadTransNextConfig
     base_model_prefix = "transnext"
@@ -222,7 +222,7 @@ class CrossheadTransNextPreTrainedModel(CrossheadPreTrained, PreTrainedModel):
 
 
 class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedModel):
-    """Its stages."""
+    """TransNeXt backbone: the stages, each with patch embedding, layers and norm."""
 
     def __init__(self, config: CrossheadTransNextConfig) -> None:
         super().__init__(config)
@@ -243,7 +243,7 @@ class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedMod
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutputWithPooling:
-        """The last feature map (B, N, hidden) after its norm, and its mean over the pixels."""
+        """Return the last feature map (B, N, hidden) after its norm, and its mean over the N pixels."""
         hidden_states, config = pixel_values.to(self.dtype), self.config
         for stage, reduction in enumerate(config.sr_ratios):
             hidden_states, size = getattr(self, f"patch_embed{stage + 1}")(hidden_states)
@@ -258,9 +258,9 @@ class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedMod
 
 
 class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel):
-    """Its image classifier."""
+    """TransNeXt image classifier."""
 
-    accepts_loss_kwargs = False  # a loss is the mean over its own call
+    accepts_loss_kwargs = False  # the loss is the mean over one call
 
     def __init__(self, config: CrossheadTransNextConfig) -> None:
         self._check_config(config)
@@ -270,7 +270,7 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
         self.post_init()
 
     def _classify(self, pixel_values: Tensor, labels: Any = None, **kwargs: Unpack[TransformersKwargs]) -> Any:
-        """Logits, and with labels the loss."""
+        """Return the logits, and the loss if there are labels."""
         outputs = self.transnext(pixel_values, **kwargs)
         logits = self.head(outputs.pooler_output)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
@@ -280,7 +280,7 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
 
 
 ROUTERS = {"wg": "routed", "wg_1": "shared", "wg_0": "balance"}
-"""The names of routers in published checkpoints -> in the module of the mechanism."""
+"""Router name in published MoH-ViT checkpoints -> name in the `mixture` mechanism."""
 
 register_checkpoint_conversion_mapping(
     CrossheadTransNextConfig.model_type,

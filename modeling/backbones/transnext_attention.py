@@ -1,10 +1,10 @@
-"""TransNeXt's attention: of pixels to a window and to pooled features, and of the last stage to all pixels.
+"""TransNeXt attention: pixels attend to a window and to pooled features; in the last stage, to all pixels.
 
-Queries and keys get length one. A query plus its embedding is multiplied by a temperature and by the logarithm of
-the number of keys. An MLP computes the position bias from the distance of a query to a key, on a logarithmic scale.
-In aggregated attention a pixel attends, in one softmax, to the window around it and to features that are pooled from
-the whole feature map; the values of the window also get weights that depend on the query alone. The mechanisms see
-one list of keys and values: the pixels, then the pooled features.
+Queries and keys are normalised to length one. Query plus query embedding is scaled by a learned temperature and by
+the log of the number of keys. An MLP computes the position bias from log-scaled distances of query and key.
+In aggregated attention, one softmax covers the window around a pixel and the features pooled from the whole feature
+map; the window's weights also get a learned term that depends on the query alone. The mechanisms see one sequence of
+keys and values: the pixels, then the pooled features.
 
 Paper: "TransNeXt: Robust Foveal Visual Perception for Vision Transformers", sections 3.1 to 3.3.
 """
@@ -32,27 +32,27 @@ INITIAL_TEMPERATURE = 1 / 0.24
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """The size of a stage's feature map, and the tensors of positions that its layers share."""
+    """Size of a stage's feature map, and position tensors that its layers share."""
 
     height: int
     width: int
     pooled: tuple[int, int] | None
-    """The size of the pooled feature map; None where attention is global."""
+    """(height, width) of the pooled feature map; None for global attention."""
     length_scale: Tensor | float
-    """The logarithm of the number of keys, where windows end at the border for each pixel (N, 1)."""
+    """Log of the number of keys of a query; per pixel (N, 1) with windows, which the image border cuts off."""
     distances: Tensor
-    """Different distances of queries to keys, vertical and horizontal, on a logarithmic scale (rows, columns, 2)."""
+    """All distinct (vertical, horizontal) distances of query and key, log-scaled: (rows, columns, 2)."""
     row_index: Tensor
-    """The row in `distances` of each pixel's row and each key's row."""
+    """Row of `distances` for each pair of pixel row and key row (height, key rows); `column_index` likewise."""
     column_index: Tensor
     outside: Any
-    """(N, window): True where a pixel's window goes beyond the border; None where attention is global."""
+    """(N, window size ** 2): True where a window position is outside the image; None for global attention."""
 
 
 def axis_distances(length: int, cells: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Twice the distances of positions to the centres of pooled cells: all that occur, and the index of each pair.
+    """Return twice the distances of positions to centres of pooled cells: the distinct values, and each pair's index.
 
-    Adaptive pooling gives cell `i` the positions from `floor(i length / cells)` to `ceil((i + 1) length / cells) - 1`.
+    In adaptive pooling, cell `i` covers positions `floor(i * length / cells)` to `ceil((i + 1) * length / cells) - 1`.
     """
 
     def twice_centre(cell: Any) -> Any:
@@ -66,12 +66,12 @@ def axis_distances(length: int, cells: int, device: torch.device) -> tuple[Tenso
 
 
 def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: int, like: Tensor) -> FeatureMap:
-    """A feature map of a size; `pretrained` is the size in pretraining, which scales distances to 8 at most."""
+    """Return the `FeatureMap` of a size; distances scale to at most 8 for the size in pretraining, `pretrained`."""
     height, width = size
     pooled = None if reduction == 1 else (max(height // reduction, 1), max(width // reduction, 1))
     cells = pooled or size
     wide, device = widened(like.dtype), like.device
-    (vertical, rows), (horizontal, columns) = (axis_distances(*each, device) for each in zip(size, cells, strict=True))
+    (vertical, rows), (horizontal, columns) = (axis_distances(*axis, device) for axis in zip(size, cells, strict=True))
     grid = torch.meshgrid(vertical.to(wide), horizontal.to(wide), indexing="ij")
     distances = torch.stack(grid, dim=-1) * (8 / 2 / max(pretrained - 1, 1))
     logarithmic = torch.sign(distances) * torch.log2(distances.abs() + 1) / math.log2(8)
@@ -86,12 +86,12 @@ def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: 
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Vectors divided by their length."""
+    """Return vectors normalised to length one."""
     return functional.normalize(x.to(widened(x.dtype)), dim=-1).to(x.dtype)
 
 
 class CrossheadTransNextProjections(ParameterModule):
-    """The parameters of an attention layer that mechanisms do not change."""
+    """Base class with the parameters of an attention layer that mechanisms do not change."""
 
     is_causal = False
     scaling = 1.0
@@ -108,27 +108,27 @@ class CrossheadTransNextProjections(ParameterModule):
         self.o_proj = nn.Linear(self.size, self.size)
 
     def linear(self) -> nn.Linear:
-        """A projection of queries, keys or values."""
+        """Return a new projection of queries, keys or values."""
         return nn.Linear(self.size, self.size, bias=self.config.qkv_bias)
 
     def initialise(self, std: float) -> None:
-        """The softplus of the temperature starts at `INITIAL_TEMPERATURE`."""
+        """Initialise the query embedding, and the temperature so that its softplus is `INITIAL_TEMPERATURE`."""
         init.constant_(self.temperature, math.log(math.exp(INITIAL_TEMPERATURE) - 1))
         init.trunc_normal_(self.query_embedding, std=std)
 
     def unit_distance_bias(self, pixels: FeatureMap) -> Tensor:
-        """The position bias of all pairs of a pixel and a key (1, H, N, keys)."""
+        """Return the position bias of pixels and keys (1, H, N, keys); keys are all pixels or the pooled features."""
         table = self.cpb_fc2(functional.relu(self.cpb_fc1(pixels.distances)))
         pairs = table[pixels.row_index[:, None, :, None], pixels.column_index[None, :, None, :]]
         return pairs.flatten(2, 3).flatten(0, 1).permute(2, 0, 1).unsqueeze(0)
 
     def scaled(self, query: Tensor, length_scale: Tensor | float) -> Tensor:
-        """Queries of length one, with their embedding and their scale."""
+        """Return normalised queries plus their embedding, times temperature and log of the number of keys."""
         return (query + self.query_embedding) * functional.softplus(self.temperature) * length_scale
 
 
 class CrossheadGlobalProjections(CrossheadTransNextProjections):
-    """Those of a layer whose queries, keys and values are one matrix in published checkpoints."""
+    """Projections of global attention; published checkpoints store queries, keys and values as one matrix."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -136,22 +136,22 @@ class CrossheadGlobalProjections(CrossheadTransNextProjections):
 
 
 class CrossheadTransNextAttention(CrossheadAttention, CrossheadGlobalProjections):
-    """Attention to all pixels."""
+    """Global attention of TransNeXt to all pixels, with mechanisms."""
 
     q_proj, k_proj, v_proj = map(alias, ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj"))
 
     def rotate(self, query: Tensor, key: Tensor, length_scale: float) -> tuple[Tensor, Tensor]:
-        """Keys of length one, and scaled queries."""
+        """Return scaled queries and normalised keys, in the place of RoPE."""
         return self.scaled(unit_length(query), length_scale), unit_length(key)
 
     def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Attention outputs (B, N, hidden), and the attention weights where the implementation returns them."""
+        """Return outputs (B, N, hidden), and the attention weights if the implementation returns them."""
         scale: Any = (pixels.length_scale,)
         return super().forward(hidden_states, scale, position_bias=self.unit_distance_bias(pixels))
 
 
 class CrossheadAggregatedProjections(CrossheadTransNextProjections):
-    """Those of a layer with a window and pooled features."""
+    """Projections and parameters of aggregated attention: window plus pooled features."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -165,37 +165,37 @@ class CrossheadAggregatedProjections(CrossheadTransNextProjections):
         self.learnable_bias = nn.Parameter(torch.empty(self.heads, 1, window))
 
     def initialise(self, std: float) -> None:
-        """Biases start near zero."""
+        """Initialise also the window's position bias, learnable tokens and learnable bias."""
         super().initialise(std)
         init.trunc_normal_(self.relative_pos_bias_local, std=std / 50)
         init.trunc_normal_(self.learnable_tokens, std=std)
         init.zeros_(self.learnable_bias)
 
     def pooled(self, hidden_states: Tensor, pixels: FeatureMap) -> Tensor:
-        """The pooled features (B, P, hidden)."""
+        """Return the pooled features (B, P, hidden)."""
         maps = hidden_states.transpose(1, 2).unflatten(2, (pixels.height, pixels.width))
         pooled = functional.adaptive_avg_pool2d(functional.gelu(self.sr(maps)), pixels.pooled)
         features: Tensor = self.norm(pooled.flatten(2).transpose(1, 2))
         return features
 
     def position_bias(self, pixels: FeatureMap) -> Tensor:
-        """The bias of the window, minus infinity beyond the border, then that of pooled features (1, H, N, keys)."""
+        """Return the bias of window and pooled features (1, H, N, keys); -inf for window positions off the image."""
         far = self.unit_distance_bias(pixels)
         near = self.relative_pos_bias_local.unsqueeze(1).masked_fill(pixels.outside, -math.inf)
         return torch.cat([near.unsqueeze(0), far], dim=-1)
 
 
 class CrossheadAggregatedAttention(CrossheadAttention, CrossheadAggregatedProjections):
-    """Attention to a window and to pooled features."""
+    """Aggregated attention of TransNeXt to window and pooled features, with mechanisms."""
 
     k_proj, v_proj = map(alias, ("kv.k_proj", "kv.v_proj"))
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of length one; the queries are scaled later."""
+        """Return normalised queries and keys; `_attention_function` scales the queries later."""
         return unit_length(query), unit_length(key)
 
     def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Attention outputs (B, N, hidden), and the attention weights (B, H, N, window and pooled features)."""
+        """Return outputs (B, N, hidden), and attention weights (B, H, N, window positions + pooled features)."""
         source = torch.cat([hidden_states, self.pooled(hidden_states, pixels)], dim=1)
         options: dict[str, Any] = {"position_embeddings": (), "key_value_states": source, "pixels": pixels}
         return super().forward(hidden_states, position_bias=self.position_bias(pixels), **options)
@@ -209,7 +209,7 @@ class CrossheadAggregatedAttention(CrossheadAttention, CrossheadAggregatedProjec
 
 
 def window_shifts(x: Tensor, pixels: FeatureMap, window: int) -> Iterator[Tensor]:
-    """For each place of the window, the pixels (B, H, N, d) that stand there; zeros beyond the border."""
+    """Yield, per window position, the features (B, H, N, d) of the pixel at this offset; zeros outside the image."""
     border = window // 2
     padded = functional.pad(x.unflatten(2, (pixels.height, pixels.width)), (0, 0) + 4 * (border,))
     for row in range(window):
@@ -229,25 +229,25 @@ def aggregated_attention_forward(
     pixels: FeatureMap | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, N, H, d) from N pixels, then pooled features, as keys; the mask is the position bias.
+    """Return outputs (B, N, H, d); keys are N pixels, then pooled features; the mask is the position bias.
 
-    `window_weights` (B, H, N, window) are added to the weights of the window after the softmax.
+    `window_weights` (B, H, N, window size ** 2) are added to the window's weights after the softmax.
     """
     if window_weights is None or pixels is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    tokens, places = query.shape[2], window_weights.shape[-1]
-    window = math.isqrt(places)
+    tokens, positions = query.shape[2], window_weights.shape[-1]
+    window = math.isqrt(positions)
     near = [(query * shifted).sum(-1) for shifted in window_shifts(key[:, :, :tokens], pixels, window)]
     far = torch.matmul(query, key[:, :, tokens:].transpose(2, 3))
     logits = apply_mask(torch.cat([torch.stack(near, dim=-1), far], dim=-1) * scaling, attention_mask)
     weights = functional.softmax(logits, dim=-1).to(query.dtype)
     weights = functional.dropout(weights, p=dropout, training=module.training)
-    of_window = (weights[..., :places] + window_weights).unsqueeze(-1)
-    shifts = window_shifts(value[:, :, :tokens], pixels, window)
-    output = weigh_values(weights[..., places:], value[:, :, tokens:])
-    for place, shifted in enumerate(shifts):
-        output = output + (of_window[..., place, :] * shifted).transpose(1, 2)
+    near_weights = (weights[..., :positions] + window_weights).unsqueeze(-1)
+    shifted_values = window_shifts(value[:, :, :tokens], pixels, window)
+    output = weigh_values(weights[..., positions:], value[:, :, tokens:])
+    for position, shifted in enumerate(shifted_values):
+        output = output + (near_weights[..., position, :] * shifted).transpose(1, 2)
     return output, weights
 
 

@@ -35,11 +35,11 @@ class CrossheadViTConfig(MixersConfig, ViTConfig):
 
 
 class CrossheadViTAttention(EncoderAttention, IndexedAttention, stock.ViTAttention):  # type: ignore[misc]
-    """Its attention."""
+    """ViT attention with mechanisms."""
 
 
 class CrossheadViTPreTrainedModel(CrossheadPreTrained, stock.ViTPreTrainedModel):
-    """The common part of its models."""
+    """Base class of the ViT models."""
 
     config: CrossheadViTConfig
     attention_class = CrossheadViTAttention
@@ -47,7 +47,7 @@ class CrossheadViTPreTrainedModel(CrossheadPreTrained, stock.ViTPreTrainedModel)
 
 
 class CrossheadViTModel(CrossheadBackbone, CrossheadViTPreTrainedModel, stock.ViTModel):
-    """Its encoder."""
+    """ViT encoder."""
 
     forward = recording_forward(stock.ViTModel.forward)
 
@@ -61,13 +61,13 @@ class CrossheadViTModel(CrossheadBackbone, CrossheadViTPreTrainedModel, stock.Vi
 
 
 class CrossheadViTForImageClassification(CrossheadTask, CrossheadViTPreTrainedModel, stock.ViTForImageClassification):
-    """Its image classifier."""
+    """ViT image classifier."""
 
     backbone_class = CrossheadViTModel
     forward = task_forward(stock.ViTForImageClassification.forward, CrossheadImageClassifierOutput)
 
 
-# Checkpoints have the names of earlier releases of the library, which renames them for its own class.
+# Checkpoints use the tensor names of older transformers releases, which renames them for the stock class only.
 register_checkpoint_conversion_mapping(
     "CrossheadViTModel", get_checkpoint_conversion_mapping("ViTModel") or [], overwrite=True
 )

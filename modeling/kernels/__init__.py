@@ -1,7 +1,8 @@
-"""Faster functions for the registered attention backends; installed with crosshead, never part of a published model.
+"""Faster attention functions for CPUs and GPUs; installed with crosshead, never part of a published model.
 
-`register_kernels` runs when crosshead is imported. The functions for CPUs, and that of `talking` by Triton, take the
-place of the plain ones. That of `mixture` by Triton has a name of its own: an H200 gains by it only with long texts.
+`register_kernels` runs when crosshead is imported. The CPU functions and the Triton function of `talking` replace the
+plain PyTorch functions under the same names. The Triton function of `mixture` has its own name,
+"crosshead_mixture_triton", because on an H200 it is faster only for long sequences.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register_kernels() -> None:
-    """Register each function under its name, in the place of one that a published model has registered.
+    """Register each attention function under its name; it replaces a function that is registered under that name.
 
-    Attention layers of encoders also get a forward that skips projections.
+    Also wrap the forward of encoder attention layers, so that it skips the projections of heads with zero gates.
     """
     for name, function in KERNELS.items():
         AttentionInterface.register(name, function)

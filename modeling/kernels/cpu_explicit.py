@@ -1,7 +1,7 @@
-"""Attention on CPUs of few queries to component heads, which the cache holds as one wide head.
+"""Split-K attention on CPUs: few queries attend to the component heads of `explicit` as one wide head.
 
-The flash kernel gives each thread the queries of one head. So the keys are cut into as many parts as there are
-threads, and each part is a head to the kernel. The log-sum-exp of the parts merges their outputs.
+The flash kernel runs one head per thread, so one wide head would use one thread. The keys are split into one part per
+thread, each part is passed as a head, and the outputs of the parts are merged by their log-sum-exp.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from torch import nn
 from ..backends import is_plain_sdpa
 from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
 from ..ops import wide_heads
-from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
+from .cpu import HIDDEN, additive, flash_kernel, flash_supports, is_tracing
 
 LEAST_KEYS = 256
-"""Of a part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
+"""Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads, 4 components of 128."""
 
 
 def explicit_attention(
@@ -27,7 +27,7 @@ def explicit_attention(
     scaling: float,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as `explicit_attention_forward` has it, on all threads where there is one sequence."""
+    """Return what `explicit_attention_forward` returns; split the keys if there are fewer sequences than threads."""
     # The compiler cannot trace the number of threads.
     if is_tracing() or part_count(key) == 1 or not explicit_eligible(query, key, value, **options):
         return explicit_attention_forward(module, query, key, value, attention_mask, scaling, **options)
@@ -50,27 +50,27 @@ def explicit_eligible(
     implementation: str | None = "sdpa",
     **options: Any,
 ) -> bool:
-    """Whether attention in parts works for a call: keys and values are both combined, and nothing is learnt.
+    """Whether the keys can be split: keys and values both have component heads, and no tensor needs a gradient.
 
-    Each head combines all components: with groups, there are several wide heads.
+    Each head must combine all components; with `groups` there would be several wide heads.
     """
     if key_map is None or value_map is None or key_scale is not None or key.shape != value.shape:
         return False
     if key_map.shape[1] * query.shape[3] != key.shape[1] * key.shape[3]:
         return False
-    if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
+    if not flash_supports(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
         return False
     tensors = query, key, value, key_map, value_map
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def part_count(keys: torch.Tensor) -> int:
-    """The number of parts for keys (B, n, S, d): 1 where the sequences alone occupy all threads."""
+    """Return the number of parts for keys (B, n, S, d); 1 if there are at least as many sequences as threads."""
     return max(1, min(-(-torch.get_num_threads() // keys.shape[0]), keys.shape[2] // LEAST_KEYS))
 
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask (B or 1, 1 or H, T, S) as one to add to the logits of one head's rows: (B or 1, 1 or H * T, S)."""
+    """Return a mask (B or 1, 1 or H, T, S) as an additive mask of the rows of one head (B or 1, 1 or H * T, S)."""
     added = additive(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype).clamp_min(HIDDEN)
     return added[:, 0] if added.shape[1:3] == (1, 1) else added.expand(-1, heads, -1, -1).flatten(1, 2)
 
@@ -78,16 +78,16 @@ def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor
 def attend_in_parts(
     rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Outputs (B, R, n) of rows (B, R, n) to keys and values (B, S, n), without gradients."""
+    """Return the attention outputs (B, R, n) of query rows (B, R, n) over keys and values (B, S, n); no autograd."""
     attend: Any = flash_kernel()
     count, length = part_count(keys.unsqueeze(1)), keys.shape[1]
-    whole, found = length - length % count, []
-    for some, parts in ((slice(whole), count), (slice(whole, length), 1)):
-        if some.start == length:
+    divisible, results = length - length % count, []
+    for span, parts in ((slice(divisible), count), (slice(divisible, length), 1)):
+        if span.start == length:
             continue
         q = rows.unsqueeze(1).expand(-1, parts, -1, -1)
-        k, v = (x[:, some].unflatten(1, (parts, -1)) for x in (keys, values))
-        added = None if mask is None else mask[..., some].unflatten(2, (parts, -1)).transpose(1, 2)
-        found.append(attend(q, k, v, attn_mask=added, scale=scaling))
-    outputs, logsumexp = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        k, v = (x[:, span].unflatten(1, (parts, -1)) for x in (keys, values))
+        added = None if mask is None else mask[..., span].unflatten(2, (parts, -1)).transpose(1, 2)
+        results.append(attend(q, k, v, attn_mask=added, scale=scaling))
+    outputs, logsumexp = (torch.cat(tensors, dim=1) for tensors in zip(*results, strict=True))
     return (outputs * torch.softmax(logsumexp, dim=1).unsqueeze(-1)).sum(1)

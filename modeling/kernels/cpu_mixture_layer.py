@@ -1,7 +1,7 @@
-"""A whole attention layer of an encoder on CPUs, whose query and output projections also skip heads with zero gates.
+"""Encoder attention layer for `mixture` on CPUs, whose query and output projections also skip heads with zero gates.
 
-Only the queries that count for a head are projected, and only their outputs go through that head's part of `o_proj`.
-It serves inference in layers with `mixture` alone; every other call takes the plain forward.
+Per routed head, only the tokens that select it go through the head's slices of `q_proj` and `o_proj`.
+Used for inference in layers whose only mechanism is `mixture`; every other call takes the plain forward.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..backends import is_plain_sdpa
-from .cpu import is_tracing, runs_here
+from .cpu import flash_supports, is_tracing
 
 # Measured on 2 cores of an AMD EPYC (AVX-512), one thread, float32, 12 heads of 64, 3 of them shared.
 LEAST_TOKENS = 192
 GREATEST_SHARE = 0.7
-"""Of the heads."""
+"""Maximum fraction of the heads that a token uses, shared and selected."""
 EXTRAS = ("position_embeddings", "attention_mask", "past_key_values", "key_value_states", "position_bias", "cache")
-"""Arguments that a call must not have."""
+"""Arguments that must be None for the fast path."""
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def skipping_forward(forward: Forward) -> Forward:
-    """The forward of an encoder's attention layers, with the faster one for the calls that it serves."""
+    """Wrap the forward of encoder attention layers: eligible calls use `mixture_layer`, others `forward`."""
 
     @wraps(forward)
     def forward_or_skip(self: Any, hidden_states: Tensor, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        is_simple = all(each is None for each in (*inputs, *map(kwargs.get, EXTRAS)))
+        is_simple = all(argument is None for argument in (*inputs, *map(kwargs.get, EXTRAS)))
         if is_simple and layer_eligible(self, hidden_states):
             gates, _ = self.mixers["mixture"](hidden_states, None)
             return mixture_layer(self, hidden_states, gates.to(hidden_states.dtype)), None
@@ -41,54 +41,54 @@ def skipping_forward(forward: Forward) -> Forward:
 
 
 def layer_eligible(layer: Any, hidden: Tensor) -> bool:
-    """Whether a layer without mask, positions and cache can skip work for these hidden states (B, T, hidden)."""
+    """Whether `mixture_layer` supports the layer and hidden states (B, T, hidden), and is likely to be faster."""
     if is_tracing() or layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
         return False
     if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
         return False
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
-    weights = [weight for each in projections if is_plain(each) for weight in (each.weight, each.bias)]
+    weights = [weight for linear in projections if is_plain(linear) for weight in (linear.weight, linear.bias)]
     if len(weights) != 2 * len(projections) or any(weight is None for weight in weights):
         return False
     mixture, heads = layer.mixers["mixture"], layer.q_proj.out_features // layer.head_dim
     if mixture.routed is None or mixture.shared_heads + mixture.selected_heads > GREATEST_SHARE * heads:
         return False
-    if len({each.weight.shape for each in projections[:3]}) > 1:
+    if len({linear.weight.shape for linear in projections[:3]}) > 1:
         return False
-    plain = [weight.data for weight in weights]
-    return is_plain_sdpa(layer.config._attn_implementation) and runs_here(0.0, hidden, *plain)
+    tensors = [weight.data for weight in weights]
+    return is_plain_sdpa(layer.config._attn_implementation) and flash_supports(0.0, hidden, *tensors)
 
 
 def is_plain(module: Any) -> bool:
-    """Whether calling a linear layer does nothing but multiply by its weight: no hook and no wrapper."""
+    """Whether the module is exactly `nn.Linear`, without hooks, subclass or replaced forward."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
 def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
-    """Outputs (B, T, hidden) given the gates (B, T, heads)."""
+    """Return the attention outputs (B, T, hidden) after `o_proj`, for gates (B, T, heads)."""
     heads, size, shared = gates.shape[-1], layer.head_dim, layer.mixers["mixture"].shared_heads
-    key, value = (each(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for each in (layer.k_proj, layer.v_proj))
+    key, value = (proj(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for proj in (layer.k_proj, layer.v_proj))
     (q_weight, q_bias), o_weight, first = (layer.q_proj.weight, layer.q_proj.bias), layer.o_proj.weight, shared * size
     output: Tensor = layer.o_proj.bias.expand_as(hidden)
     if shared:
         query = functional.linear(hidden, q_weight[:first], q_bias[:first]).unflatten(-1, (shared, size))
-        found = attend(query.transpose(1, 2), key[:, :shared], value[:, :shared], layer.scaling).transpose(1, 2)
-        found = (found * gates[..., :shared].unsqueeze(-1)).flatten(2)
-        output = functional.linear(found, o_weight[:, :first], layer.o_proj.bias)
+        attended = attend(query.transpose(1, 2), key[:, :shared], value[:, :shared], layer.scaling).transpose(1, 2)
+        attended = (attended * gates[..., :shared].unsqueeze(-1)).flatten(2)
+        output = functional.linear(attended, o_weight[:, :first], layer.o_proj.bias)
     output = output.contiguous()
     for sequence, head in product(range(len(hidden)), range(shared, heads)):
         rows = gates[sequence, :, head].nonzero().squeeze(-1)
-        part, own = slice(head * size, (head + 1) * size), (sequence, head, None, None)
-        query = torch.addmm(q_bias[part], hidden[sequence].index_select(0, rows), q_weight[part].T)
-        found = (
-            attend(query[None, None], key[own], value[own], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
+        features, pair = slice(head * size, (head + 1) * size), (sequence, head, None, None)
+        query = torch.addmm(q_bias[features], hidden[sequence].index_select(0, rows), q_weight[features].T)
+        attended = (
+            attend(query[None, None], key[pair], value[pair], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
         )
-        output[sequence].index_add_(0, rows, found @ o_weight[:, part].T)
+        output[sequence].index_add_(0, rows, attended @ o_weight[:, features].T)
     return output
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention without a mask (B, n, T, d)."""
+    """Return attention outputs (B, n, T, d) without a mask."""
     return functional.scaled_dot_product_attention(query, key, value, scale=scaling)

@@ -1,12 +1,12 @@
-"""Decoding under a mixture on a GPU, by Triton.
+"""Decoding attention for `mixture` in Triton: one query token, split-K, without gradients.
 
-The keys are divided among programs, as one token has too few heads to keep a GPU busy. Nothing waits for the GPU to
-say which heads are needed, and to `torch.compile` the whole is one operator. It has no gradients.
+The keys are split among programs, because the heads of one token are too few to occupy a GPU. Programs of unused heads
+return at once, so the host never waits for the GPU to learn which heads are selected. One custom op for torch.compile.
 """
 
 import torch
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
 except ImportError:
     raise
@@ -17,13 +17,13 @@ from .where_triton_runs import product_precision
 
 NAMESPACE = "crosshead_mixture_decode_triton"
 PART, PARTS = 512, 32
-"""Keys of one program, and so many of such parts are joined at a time; guesses that await measuring."""
+"""Number of keys per program, and of partial results that `join_parts` reads per iteration; not tuned yet."""
 AT_ONCE = 2**14
-"""Bytes of those that it meets at a time; an H100's fast memory holds several times that of each keys and values."""
+"""Maximum bytes of a tile of keys; shared memory of an H100 holds several such tiles of keys and of values."""
 
 
 def keys_at_once(features: int, dtype: torch.dtype) -> int:
-    """From 16, the least that products are made of, to 64."""
+    """Return the number of keys per tile: 64, or fewer for large heads; at least 16, the minimum of `tl.dot`."""
     return max(16, min(64, AT_ONCE // (features * dtype.itemsize)))
 
 
@@ -36,28 +36,29 @@ def attend_to_chosen(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Outputs (B, 1, H, d) of one query for each head (B, H, 1, d), zeros of heads left unread.
+    """Return outputs (B, 1, H, d) of one query token (B, H, 1, d) over keys and values (B, G, S, d).
 
-    `chosen` (B, 1, H) says which queries count, `mask` (B or 1, 1, S) which keys they see.
+    `chosen` (B, 1, H) selects query heads, `mask` (B or 1, 1, S) is True for visible keys. A key/value head is skipped
+    and its outputs are zero if none of its query heads is selected; otherwise all its query heads are computed.
     """
-    (batch, heads, _, features), (_, groups, keys, of_value) = query.shape, value.shape
+    (batch, heads, _, features), (_, groups, keys, value_features) = query.shape, value.shape
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    readers, parts = heads // groups, triton.cdiv(keys, PART)
-    rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (readers, features, of_value))
-    output = value.new_zeros(batch, 1, heads, of_value)
-    sums = torch.empty(batch * groups, parts, 2, readers, dtype=torch.float32, device=value.device)
-    found = torch.empty(batch * groups, parts, readers, of_value, dtype=torch.float32, device=value.device)
-    chosen, seen = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
-    strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], seen.stride(0), seen.stride(2))
-    sizes = (readers, features, of_value, rows, *padded)
+    group_size, parts = heads // groups, triton.cdiv(keys, PART)
+    rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (group_size, features, value_features))
+    output = value.new_zeros(batch, 1, heads, value_features)
+    stats = torch.empty(batch * groups, parts, 2, group_size, dtype=torch.float32, device=value.device)
+    partial = torch.empty(batch * groups, parts, group_size, value_features, dtype=torch.float32, device=value.device)
+    chosen, mask_ptr = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
+    strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], mask_ptr.stride(0), mask_ptr.stride(2))
+    sizes = (group_size, features, value_features, rows, *padded)
     formats = FACTORS[query.dtype], product_precision(query.dtype)
-    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+    with torch.cuda.device_of(query):  # kernels launch on the current device
         attend_to_part[(parts, batch * groups)](
-            *(query, key, value, chosen, seen, sums, found, *strides, keys, groups, scaling, mask is not None),
+            *(query, key, value, chosen, mask_ptr, stats, partial, *strides, keys, groups, scaling, mask is not None),
             *(*sizes, keys_at_once(max(padded), key.dtype), PART, *formats),
         )
-        of_join = (readers, of_value, rows, padded[1], PARTS)
-        join_parts[(batch * groups, readers)](chosen, sums, found, output, parts, *of_join)
+        join_sizes = (group_size, value_features, rows, padded[1], PARTS)
+        join_parts[(batch * groups, group_size)](chosen, stats, partial, output, parts, *join_sizes)
     return output
 
 

@@ -1,8 +1,8 @@
-"""Attention for chosen queries alone on a GPU, by Triton.
+"""Flash attention for `mixture` in Triton, forward and backward: each head attends only from its selected queries.
 
-Each head meets the keys with the queries that chose it alone, forward and backward; the scores of a block never leave
-the chip, and of the weights the backward pass needs one number for each query. Nothing waits for the GPU to say how
-many queries there are, and to autograd and `torch.compile` the whole is one operator.
+Scores and weights stay on the chip; the backward pass recomputes them from one log-sum-exp per query. The number of
+selected queries stays on the GPU, without host synchronisation: the grid covers all T queries, and programs past the
+end of a head's list return at once. Autograd and torch.compile see one custom op.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -19,19 +19,19 @@ except ImportError:
 
 from .routed_gradients_triton import key_gradients, query_gradients
 from .routed_kernels_triton import attend, list_tokens
-from .visible_triton import seen_keys
+from .visible_triton import key_spans
 from .where_triton_runs import product_precision
 
 NAMESPACE = "crosshead_mixture_triton"
 MOST_TOKENS = 4096
-"""That one program looks at at once."""
+"""Maximum number of tokens that one program reads per iteration when it scans all tokens of a head or a sequence."""
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the factors of products are, by the dtype of queries, keys and values."""
+"""Dtype of the matmul operands, per dtype of q, k and v."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How many queries and keys meet at a time, and by how many warps."""
+    """Number of queries and keys per tile, and number of warps per program."""
 
     queries: int
     keys: int
@@ -43,11 +43,11 @@ TILES = {
     128: (Tile(128, 64, 8), Tile(64, 64, 8)),
     256: (Tile(64, 32, 4), Tile(32, 32, 4)),
 }
-"""Of the forward and the backward pass in half precision, up to so many features; for an H100."""
+"""Maximum head size -> tiles of the forward and the backward pass in half precision, for an H100."""
 
 
 def tiles_of(features: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """Those of the forward and of the backward pass."""
+    """Return the tiles of the forward and the backward pass for a head size; smaller ones in float32."""
     forward, backward = TILES[min((size for size in TILES if size >= features), default=max(TILES))]
     if dtype == torch.float32:
         small = [Tile(min(tile.queries, 64) // 2, tile.keys // 2, tile.warps) for tile in (forward, backward)]
@@ -57,7 +57,7 @@ def tiles_of(features: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """Queries (B, H, T, d), keys and values (B, groups, S, d), a mask (B, T, S) or none, as kernels take them."""
+    """Converts a call to kernel arguments: queries (B, H, T, d), keys and values (B, G, S, d), mask (B or 1, T, S)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -67,35 +67,35 @@ class RoutedCall:
     causal: bool
 
     @cached_property
-    def heads(self) -> list[torch.Tensor]:
-        """Queries, keys and values, the features of each one behind the other."""
+    def qkv(self) -> list[torch.Tensor]:
+        """Queries, keys and values with contiguous features (stride 1)."""
         return [x if x.stride(3) == 1 else x.contiguous() for x in (self.query, self.key, self.value)]
 
     @property
     def features(self) -> tuple[int, int]:
-        """Of queries and keys, and of values."""
+        """Head size of queries and keys, and head size of values."""
         return self.query.shape[3], self.value.shape[3]
 
     def tiles(self) -> tuple[Tile, Tile]:
-        """Of the forward and of the backward pass."""
+        """Return the tiles of the forward and the backward pass."""
         return tiles_of(max(self.features), self.query.dtype)
 
     def spans(self) -> torch.Tensor:
-        """The `seen_keys` of the mask; empty without one."""
+        """Return `key_spans` of the mask, (3, B, 1, T); an empty tensor without a mask."""
         if self.mask is None:
             return torch.empty(0, dtype=torch.int32, device=self.query.device)
-        return seen_keys(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
+        return key_spans(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
 
-    def rest(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
-        """From the mask on, what all kernels take."""
-        (batch, count, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
-        mask, strides = spans, [stride for x in self.heads for stride in x.stride()[:3]]
-        if self.mask is None:  # then it is not read
+    def shared_arguments(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
+        """Return the trailing kernel arguments, from `mask` on, which `attend` and both gradient kernels share."""
+        (batch, heads, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
+        mask, strides = spans, [stride for x in self.qkv for stride in x.stride()[:3]]
+        if self.mask is None:  # `spans` stands in as the pointer; no kernel reads it
             strides += (0, 0)
         else:
             mask = self.mask if self.mask.stride(2) == 1 else self.mask.contiguous()
             strides += mask.expand(batch, -1, -1).stride()[:2]
-        sizes = (queries, keys, count, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
+        sizes = (queries, keys, heads, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
         padded = (max(16, triton.next_power_of_2(size)) for size in self.features)
         dtype = self.query.dtype
         formats = FACTORS[dtype], product_precision(dtype)
@@ -111,11 +111,14 @@ def attend_chosen(
     scaling: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Outputs (B, T, H, d) of `routed_attention`, in the dtype of autocast where that is on; the mask: (B, T, S)."""
-    kind = value.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    heads = [x.to(dtype) for x in (query, key, value)]
-    return routed(*heads, chosen, mask, scaling, causal)[0]
+    """Return outputs (B, T, H, d), zero where `chosen` (B, T, H) is False, under autocast in its dtype.
+
+    The mask is (B or 1, T, S), True where a key is visible.
+    """
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    qkv = [x.to(dtype) for x in (query, key, value)]
+    return routed(*qkv, chosen, mask, scaling, causal)[0]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
@@ -128,56 +131,58 @@ def routed(
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
-    """Outputs (B, T, H, d), and what the backward pass needs: norms, tokens, places and spans."""
+    """Return outputs (B, T, H, d); for the backward pass also log-sum-exp, `tokens`, `offsets` and `spans`."""
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, _), device = query.shape, query.device
     output = value.new_zeros(batch, queries, heads, value.shape[3])
-    norms = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, heads, queries, dtype=torch.int32, device=device)
-    places = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+    offsets = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(query):  # kernels launch on the current device
         spans, tile = call.spans(), call.tiles()[0]
-        lists, sizes = (tokens, places, spans), (queries, heads, batch * queries)
+        lists, sizes = (tokens, offsets, spans), (queries, heads, batch * queries)
         list_tokens[(batch * heads,)](
-            chosen.contiguous(), spans, tokens, places, *sizes, mask is not None, _part(queries)
+            chosen.contiguous(), spans, tokens, offsets, *sizes, mask is not None, _scan_block(queries)
         )
         grid = (triton.cdiv(queries, tile.queries), batch * heads)
-        attend[grid](*call.heads, output, norms, *lists, *call.rest(spans, tile), num_warps=tile.warps)
-    return [output, norms, *lists]
+        attend[grid](*call.qkv, output, lse, *lists, *call.shared_arguments(spans, tile), num_warps=tile.warps)
+    return [output, lse, *lists]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::gradients", mutates_args=())
 def _gradients(
-    given: torch.Tensor,
+    grad_output: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     output: torch.Tensor,
-    norms: torch.Tensor,
+    lse: torch.Tensor,
     tokens: torch.Tensor,
-    places: torch.Tensor,
+    offsets: torch.Tensor,
     spans: torch.Tensor,
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values, from the gradient of the outputs (B, T, H, d)."""
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
-    given, shifts, tile = given.contiguous(), torch.empty_like(norms), call.tiles()[1]
-    to_query = query.new_zeros(batch, queries, heads, size)
-    to_key, to_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    lists, rest = (tokens, places, spans), call.rest(spans, tile)
+    grad_output, deltas, tile = grad_output.contiguous(), torch.empty_like(lse), call.tiles()[1]
+    grad_query = query.new_zeros(batch, queries, heads, size)
+    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    lists, shared = (tokens, offsets, spans), call.shared_arguments(spans, tile)
     with torch.cuda.device_of(query):
         grid = (triton.cdiv(queries, tile.queries), batch * heads)
-        tensors = (*call.heads, output, norms, given, shifts, to_query)
-        query_gradients[grid](*tensors, *lists, *rest, num_warps=tile.warps)
+        tensors = (*call.qkv, output, lse, grad_output, deltas, grad_query)
+        query_gradients[grid](*tensors, *lists, *shared, num_warps=tile.warps)
         grid = (triton.cdiv(keys, tile.keys), batch * groups)
-        tensors = (*call.heads, norms, given, shifts, to_key, to_value)
-        key_gradients[grid](*tensors, *lists, *rest, _part(queries), num_warps=tile.warps)
-    return [to_query.transpose(1, 2), to_key, to_value]
+        tensors = (*call.qkv, lse, grad_output, deltas, grad_key, grad_value)
+        key_gradients[grid](*tensors, *lists, *shared, _scan_block(queries), num_warps=tile.warps)
+    return [grad_query.transpose(1, 2), grad_key, grad_value]
 
 
-def _part(tokens: int) -> int:
+def _scan_block(tokens: int) -> int:
+    """Return the number of tokens per iteration of a scan over all tokens, a power of two."""
     return min(MOST_TOKENS, triton.next_power_of_2(tokens))
 
 
@@ -194,20 +199,20 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch
 
 
 @_gradients.register_fake
-def _(given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+def _(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
     batch, heads, queries, size = query.shape
     to_query = query.new_empty(batch, queries, heads, size).transpose(1, 2)
     return [to_query, key.new_empty(key.shape), value.new_empty(value.shape)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     query, key, value, _, mask, ctx.scaling, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, mask, *output)
-    ctx.set_materialize_grads(False)  # nothing comes back to what only the backward pass reads
+    ctx.set_materialize_grads(False)  # no zero gradients for outputs that only the backward pass reads
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     return (*_gradients(grads[0], *ctx.saved_tensors, ctx.scaling, ctx.causal), None, None, None, None)
 
 
-routed.register_autograd(_backward, setup_context=_keep)
+routed.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,4 @@
-"""Attention functions by Triton's kernels. Where a kernel does not take a call, the plain function does."""
+"""Attention functions that call the Triton kernels, or the plain PyTorch function where a kernel does not apply."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Outcome = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def mixture_eligible(query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
-    """Whether the kernels of `mixture` take a call: one mask for all heads, and no gradient of a single query."""
+    """Whether the `mixture` kernels support the call: at most one mask for all heads, no gradients in decoding."""
     if dropout or under_torch_func() or not runs_triton(query) or query.shape[3] > MOST_FEATURES:
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
@@ -33,7 +33,7 @@ def mixture_triton_attention(
     gates: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Outcome:
-    """Attention of the heads whose gates are not zero."""
+    """Return outputs (B, T, H, d), computed only for heads with nonzero gates (B, T, H), and None for the weights."""
     if gates is None or not mixture_eligible(query, attention_mask, dropout):
         options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "gates": gates, **kwargs}
         return mixture_attention_forward(module, query, key, value, attention_mask, **options)
@@ -56,7 +56,7 @@ def talking_triton_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> Outcome:
-    """Attention with mixed heads; the kernels take the forward pass of several queries."""
+    """Return talking-heads outputs (B, T, heads, d); on a GPU, Triton runs the forward pass of two or more queries."""
     if runs_triton(query):
         from .talking_triton import talking_operator
 

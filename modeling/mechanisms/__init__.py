@@ -18,6 +18,6 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "gating": Gating,
     "bilinear": Bilinear,
 }
-"""The name in a config's `mixers` -> the mechanism."""
+"""Name in a config's `mixers` -> mechanism."""
 RULES: dict[str, type[Rules]] = {name: mechanism.rules for name, mechanism in MECHANISMS.items()}
-"""The name -> the rules of its options."""
+"""Name in a config's `mixers` -> rules for the mechanism's options."""

@@ -1,10 +1,10 @@
-"""General bilinear multi-head attention (GBMA): heads with full matrices instead of factors.
+"""General bilinear multi-head attention (GBMA): each head has full matrices instead of low-rank factors.
 
-`L_h = X P_h M^T`, mask, softmax, `Y = sum_h W_h M Q_h`, for queries of `X` and keys and values of `M`. `q_proj` holds
-`P` (each head has as many features as `M`) and `o_proj` holds `Q`; there is no key and no value projection, the inputs
-`M` are the keys and the values of all heads. The cache holds them twice, as keys and as values. Multi-head attention
-is the case `P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h`; talking-heads sums such products over heads, weighted by its
-maps.
+`L_h = X P_h M^T`, mask, softmax, `Y = sum_h W_h M Q_h`, with queries from `X`, and keys and values from `M`.
+`q_proj` holds `P` (each head has as many features as `M`), and `o_proj` holds `Q`. There are no key and value
+projections: the inputs `M` are the keys and the values of all heads. The cache holds them twice, as keys and as
+values. Multi-head attention is the case `P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h`; talking-heads sums such products
+over heads, weighted by its maps.
 
 Paper: "Talking-Heads Attention", section 6.
 """
@@ -17,13 +17,13 @@ from .base import AttentionState, HeadLayout, Mechanism, Rules, Settings
 
 
 class BilinearRules(Rules):
-    """It has no options."""
+    """Bilinear has no options but `layers`."""
 
     options = {}
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Nothing else maps queries, keys and values, and no position rotates them."""
+        """Refuse layers with RoPE, and other mechanisms that change queries, keys, values or attention."""
         if layout.is_rotary:
             raise refuse(
                 "mixers.bilinear", settings, "its keys are the layer's input, which rotary positions would turn"
@@ -35,18 +35,18 @@ class BilinearRules(Rules):
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
-        """One key and value head with the features of the input."""
+        """Return a layout with one key/value head, which has the features of the layer's input."""
         size = layout.hidden_size
         layout = replace(layout, head_dim=size, value_dim=size, output_dim=size, key_value_heads=1)
         return replace(layout, key_components=1, value_components=1, projects_keys=False)
 
 
 class Bilinear(Mechanism):
-    """It has no parameters beside the projections of the layer."""
+    """Bilinear attention; it has no parameters besides the projections of the layer."""
 
     rules = BilinearRules
 
     def after_cache(self, state: AttentionState) -> None:
-        """Let every head read the input."""
+        """Repeat the inputs as keys and values of every head."""
         heads = state.query.shape[1]
         state.key, state.value = repeat_heads(state.key, heads), repeat_heads(state.value, heads)

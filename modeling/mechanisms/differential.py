@@ -1,16 +1,16 @@
-"""Differential attention: the second head of a pair is subtracted from the first.
+"""Differential attention: in each pair of heads, the second head's attention is subtracted from the first's.
 
-Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair `p // group
-size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight over its `2d`
-features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per layer. With
-`half_values`, the heads of values have half the size, so that a pair's output has the size of one head.
-"crosshead_differential" computes it by ordinary attention, of first and of second heads with each half of the
-values: four calls with half of the heads, so that flash and flex attention work and nothing is copied. There is no
-dropout: the paper defines none for a difference of weights.
+Query heads form pairs (0, 1), (2, 3), ..., and so do key/value heads; query pair `p` reads key/value pair
+`p // group size`. The output of a pair is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, then an RMSNorm without
+weight over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, with four
+learnt vectors per layer. With `half_values`, value heads have half the size, so that a pair's output has the size of
+one head. "crosshead_differential" makes four calls of ordinary attention: first and second heads, each with both
+halves of the values. So flash and flex attention work, and nothing is copied. There is no dropout: the paper defines
+none for a difference of weights.
 
-Version 2 pairs query heads only. Both read the same key/value head, so that one call of ordinary attention computes
-all heads, and `o_i = attention_2i - sigmoid(x_t . w_i + b_i) attention_2i+1`, without a norm; `o_proj` reads half as
-many features. The bias is ours, for the start of a conversion.
+Version 2 pairs query heads only. Both heads of a pair read the same key/value head, so that one call of ordinary
+attention computes all heads, and `o_i = attention_2i - sigmoid(x_t . w_i + b_i) attention_2i+1`, without a norm;
+`o_proj` reads half as many features. The bias `b` is an addition for the start of a conversion.
 
 Papers: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer"; "Differential Transformer
 V2" (Microsoft, 2026).
@@ -41,12 +41,12 @@ class DifferentialRules(Rules):
 
     @classmethod
     def complete(cls, options: Settings) -> Settings:
-        """Version 2 has no norm."""
+        """Set the default of `norm`: True in version 1, False in version 2, which has no norm."""
         return {"norm": options["version"] == 1} | options
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Heads come in pairs."""
+        """Check the version, its options, and that the heads can be paired."""
         if settings["version"] > 2:
             raise refuse("mixers.differential.version", settings["version"], "use 1 or 2")
         if settings["version"] == 2:
@@ -54,7 +54,7 @@ class DifferentialRules(Rules):
                 if settings[option]:
                     raise refuse(f"mixers.differential.{option}", True, "version 2 has none: use False")
             if layout.query_heads % (2 * layout.key_value_heads):
-                reason = f"each key/value head needs pairs: use a multiple of {2 * layout.key_value_heads}"
+                reason = f"KV heads need pairs of query heads: use a multiple of {2 * layout.key_value_heads}"
                 raise refuse("num_attention_heads", layout.query_heads, reason)
             return
         counts = {"num_attention_heads": layout.query_heads, "num_key_value_heads": layout.key_value_heads}
@@ -66,7 +66,7 @@ class DifferentialRules(Rules):
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
-        """Half as many outputs: of version 1 twice as wide as values, of version 2 as wide."""
+        """Return a layout with half as many head outputs: twice as wide as values in version 1, as wide in 2."""
         layout = replace(layout, output_heads=layout.query_heads // 2)
         if settings["version"] == 2:
             return layout
@@ -75,12 +75,12 @@ class DifferentialRules(Rules):
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:
-        """In version 2, each process takes the lambdas of its pairs."""
+        """True in version 2, where each process uses the lambdas of its own pairs."""
         return settings["version"] == 2
 
 
 class Differential(Mechanism, ParameterModule):
-    """Lambda; calling it gives the layer's number or, in version 2, one for each token and pair (B, T, pairs)."""
+    """Computes lambda: one number for the layer or, in version 2, one per token and pair (B, T, pairs)."""
 
     rules = DifferentialRules
     lambda_q1: nn.Parameter
@@ -95,17 +95,17 @@ class Differential(Mechanism, ParameterModule):
             self.lambda_proj = LinearMap(layout.hidden_size, layout.output_heads)
             self.lambda_bias = nn.Parameter(torch.empty(layout.output_heads))
             return
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layout.layer_index)  # layers count from 0
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layout.layer_index)  # layers are numbered from 0
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(torch.empty(layout.head_dim)))
 
     def initialise(self, std: float) -> None:
-        """Start near `lambda_init`, or without a bias."""
+        """Draw the vectors of lambda with std 0.1; in version 2, set the bias to zero."""
         for parameter in self.parameters(recurse=False):
             init.normal_(parameter, mean=0.0, std=0.1 if self.version == 1 else 0.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Lambda, for hidden states (B, T, hidden)."""
+        """Return lambda for hidden states (B, T, hidden)."""
         if self.version == 2:
             return torch.sigmoid(self.lambda_proj(hidden_states) + self.lambda_bias)
         wide = widened(self.lambda_q1.dtype)
@@ -115,7 +115,7 @@ class Differential(Mechanism, ParameterModule):
 
     @classmethod
     def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
-        """Version 1 needs implementations that may be called several times in a layer."""
+        """Refuse flash attention for halved values, and serving engines for version 1, which needs 4 calls."""
         if settings["half_values"] and str(implementation).startswith("flash"):
             reason = "it needs values as large as keys, and mixers.differential.half_values halves them: use 'sdpa'"
             raise refuse("attn_implementation", implementation, reason)
@@ -124,7 +124,7 @@ class Differential(Mechanism, ParameterModule):
             raise refuse("attn_implementation", implementation, reason)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
-        """Differences of the model's own attention; in version 2, of its outputs."""
+        """Choose "crosshead_differential"; in version 2 the model's own, whose outputs `head_outputs` subtracts."""
         self.check_implementation(implementation, self.settings)
         implementation = "sdpa" if str(implementation).startswith(PREFIX) else implementation
         if self.version == 2:
@@ -133,7 +133,7 @@ class Differential(Mechanism, ParameterModule):
         return "crosshead_differential"
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
-        """Norm each pair's output; in version 2, subtract the second head's."""
+        """Normalise the output of each pair; in version 2, subtract the second head's output from the first's."""
         if self.version == 2:
             first, second = output.chunk(2, dim=-1)
             scale = local_heads(self(state.hidden_states), output.shape[2])
@@ -144,7 +144,7 @@ class Differential(Mechanism, ParameterModule):
 
 
 def pairs_of(x: Tensor) -> tuple[Tensor, ...]:
-    """(B, heads, T, d): views of the pairs' first heads and of their second heads."""
+    """Return views (B, pairs, T, d) of the first and of the second heads of all pairs in (B, heads, T, d)."""
     return x.view(x.shape[0], -1, 2, *x.shape[2:]).unbind(2)
 
 
@@ -159,7 +159,7 @@ def differential_attention_forward(
     implementation: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
+    """Return outputs (B, T, pairs, 2d): attention of first heads minus `subtracted` times that of second heads."""
     if subtracted is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = subtracted.to(query.dtype)
@@ -172,7 +172,7 @@ def differential_attention_forward(
     weights = None
     if implementation in (None, "eager"):
         stacked = torch.stack([attention_weights(q, k, mask, scaling) for q, k, mask in pairs], dim=2).flatten(1, 2)
-        weights = stacked  # the outputs are made from it, so it has a gradient
+        weights = stacked  # the tensor that outputs are computed from, for its gradient
         outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(stacked)]
     else:
         attend, options = ALL_ATTENTION_FUNCTIONS[implementation], {"scaling": scaling, **kwargs}
@@ -183,9 +183,9 @@ def differential_attention_forward(
 def attend_one_query(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, scale: Tensor
 ) -> Tensor:
-    """The same for one query (B, heads, 1, d): each pair of keys is a sequence, with one half of the values at a time.
+    """Differential attention of one query (B, heads, 1, d), with each pair of key heads as one sequence of the batch.
 
-    The query heads that share a pair of keys are the rows of its two heads.
+    The query heads that share a key head are its queries, and each half of the values takes one call.
     """
     batch, pairs = query.shape[0], key.shape[1] // 2
     rows = query.reshape(batch * pairs, -1, 2, query.shape[3]).transpose(1, 2)

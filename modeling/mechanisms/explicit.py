@@ -1,14 +1,14 @@
-"""Multi-head Explicit Attention (MEA): keys and values as scalar combinations of component heads.
+"""Multi-head Explicit Attention (MEA): key and value heads are linear combinations of component heads.
 
-`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and
+`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, with the same scalars for every token and
 feature. The cache holds the components. RoPE commutes with the combination, so cached components are rotated
-already. A per-head norm on keys does not commute; there the cache holds the rotated `w * B_j` and, per token and
-combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts
-as grouped attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's
-output. With `groups`, consecutive heads combine the components of their own group only: `C` is block-diagonal, and
-`weight` holds its blocks, as that of a grouped convolution does.
+already. A per-head norm on keys does not commute: there the cache holds the rotated `w * B_j` and, per token and
+combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the combination
+starts as grouped-query attention with `h'` heads; with as many, as the identity. `norm` adds an RMSNorm over each
+head's output. With `groups`, consecutive heads combine the components of their own group only: `C` is
+block-diagonal, and `weight` holds its blocks, like the weight of a grouped convolution.
 
-Few queries, as in decoding, attend to a group's components as one wide head (`explicit_attention_forward`).
+Few queries, as in decoding, attend to the components of a group as one wide head (`explicit_attention_forward`).
 
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
 """
@@ -29,9 +29,9 @@ from ..options import Count, Flag, Integer, Subset, refuse
 from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
 FOLDED_ROWS = 16
-"""With at most this many queries per combined head (query heads x tokens), attention to components is faster."""
-FOLDED_TOKENS = 2
-FLASH_HEAD_SIZE = 256  # the largest of flash kernels on most GPUs; torch's for larger heads use one multiprocessor
+"""Maximum rows per combined head (its query heads x tokens) for which attention to components is faster."""
+FOLDED_TOKENS = 2  # maximum number of query tokens, or the number of query heads per combined head if larger
+FLASH_HEAD_SIZE = 256  # maximum of flash kernels on most GPUs; torch's kernel for larger heads uses one multiprocessor
 
 
 class ExplicitRules(Rules):
@@ -47,7 +47,7 @@ class ExplicitRules(Rules):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Component heads fit the backbone, groups divide them; the norm meets one head's features."""
+        """Check the number of components and groups, and that no other mechanism normalises the outputs."""
         for side in ("key", "value"):
             name, heads = f"mixers.explicit.{side}_heads", settings.get(f"{side}_heads")
             if heads and side not in settings["on"]:
@@ -63,7 +63,7 @@ class ExplicitRules(Rules):
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
-        """The projections make components; where keys are normed, this mechanism divides."""
+        """Return a layout in which projections make components, and `k_norm` leaves the division to this mechanism."""
         return replace(
             layout,
             key_components=settings.get("key_heads") or layout.key_components,
@@ -74,13 +74,13 @@ class ExplicitRules(Rules):
     @classmethod
     @package_only
     def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
-        """With as many components as heads, and without the norm."""
+        """True with as many components as heads, and without `norm`."""
         counts = {settings.get(f"{side}_heads") for side in settings["on"]}
         return not settings["norm"] and counts <= {None, layout.key_value_heads}
 
 
 class HeadCombination(ParameterModule):
-    """The scalars `C` (heads x components of the head's group)."""
+    """Combines components into heads; the weight is `C` (heads, components per group)."""
 
     def __init__(self, heads: int, components: int, groups: int) -> None:
         super().__init__()
@@ -88,24 +88,24 @@ class HeadCombination(ParameterModule):
         self.weight = nn.Parameter(torch.empty(heads, components // groups))
 
     def initialise(self, std: float) -> None:
-        """Each head starts as one component; neighbours share one where there are fewer."""
+        """Start each head as one component; with fewer components, neighbouring heads share one."""
         block = head_map_init(self.weight[: len(self.weight) // self.groups])
         init.copy_(self.weight, block.repeat(self.groups, 1).to(self.weight.dtype))
 
     def forward(self, components: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """(B, components, S, d), or one wide head -> (B, heads, S, d); without them, the scalars' copy in `dtype`."""
+        """Map (B, components, S, d), or one wide head, to (B, heads, S, d); for None, return `C` in `dtype`."""
         weight = self.weight
         if components is None:
             return weight.clone() if weight.dtype == dtype else weight.to(dtype)
         # Not `unflatten`, which breaks the graph of a compiled model under a default device.
         blocks = weight.reshape(self.groups, -1, weight.shape[1])
         components = regrouped(components, self.groups * blocks.shape[2])
-        of_group = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
-        return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
+        grouped = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
+        return torch.einsum("gij,bgjsd->bgisd", blocks, grouped).flatten(1, 2)
 
 
 class Explicit(Mechanism):
-    """Combinations for keys and values, and the norm on head outputs."""
+    """Combines key and value components into heads, and normalises head outputs."""
 
     rules = ExplicitRules
     maps_last = True
@@ -122,7 +122,7 @@ class Explicit(Mechanism):
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
 
     def before_rope(self, state: AttentionState) -> None:
-        """Where keys are normed per head, cache each combined head's `1 / rms`; in half precision as two numbers."""
+        """With a norm on keys, cache `1 / rms` of each combined head; in half precision as the sum of two numbers."""
         if self.divides_keys:
             scale = inverse_rms(self.key(state.key), self.layout.key_norm_eps or 0.0).squeeze(-1).transpose(1, 2)
             parts = [scale.to(state.key.dtype)]
@@ -131,11 +131,11 @@ class Explicit(Mechanism):
             state.key_side_data["explicit.inverse_rms"] = torch.cat(parts, dim=-1)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
-        """Attend to components where queries are few."""
+        """Choose "crosshead_explicit", which attends to components, if there are few queries."""
         heads, tokens = self.layout.key_value_heads, state.query.shape[2]
         shared = state.query.shape[1] // heads
         if implementation in (None, "eager", *ENGINES) or (self.training and self.layout.dropout):
-            return None  # before any comparison of lengths, which would limit those of an exported model
+            return None  # before comparing lengths, which would restrict the lengths of an exported model
         few = tokens <= max(FOLDED_TOKENS, shared) and shared * tokens <= FOLDED_ROWS and (masked or tokens == 1)
         if not few or not (is_plain_sdpa(implementation) or self._fits_kernel(state, str(implementation))):
             return None
@@ -148,11 +148,11 @@ class Explicit(Mechanism):
         return "crosshead_explicit"
 
     def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
-        """Whether another implementation can attend to wide heads; a warning where it cannot."""
+        """Whether an implementation other than "sdpa" can attend to wide heads; warns if it cannot."""
         components, size = self.layout.key_components, self.layout.head_dim
-        wide = components // self.settings["groups"] * size
+        wide_size = components // self.settings["groups"] * size
         fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
-        if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
+        if fits and (wide_size <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
             return True
         logger.warning_once(
             f"attn_implementation={implementation!r} cannot attend to the component heads of 'explicit' here "
@@ -161,15 +161,15 @@ class Explicit(Mechanism):
         return False
 
     def _key_scale(self, state: AttentionState) -> Tensor | None:
-        """(B, heads, S), in the widened dtype."""
+        """Return `1 / rms` of combined keys (B, heads, S) in the widened dtype, or None without a norm on keys."""
         if not self.divides_keys:
             return None
         parts = state.key_side_data["explicit.inverse_rms"].split(self.layout.key_value_heads, dim=-1)
-        wide = widened(state.key.dtype)
-        return sum((part.to(wide) for part in parts[1:]), parts[0].to(wide)).transpose(1, 2)
+        dtype = widened(state.key.dtype)
+        return sum((part.to(dtype) for part in parts[1:]), parts[0].to(dtype)).transpose(1, 2)
 
     def after_cache(self, state: AttentionState) -> None:
-        """Combine components into heads, unless attention reads the components."""
+        """Combine components into heads, unless "crosshead_explicit" reads the components."""
         if state.function == "crosshead_explicit":
             return
         for side in self.settings["on"]:
@@ -178,7 +178,7 @@ class Explicit(Mechanism):
             state.key = (state.key * scale.unsqueeze(-1)).to(state.key.dtype)
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
-        """Norm each head's output."""
+        """Normalise each head's output, if `norm` is on."""
         return output if self.norm is None else self.norm(output)
 
 
@@ -196,11 +196,11 @@ def explicit_attention_forward(
     implementation: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of few queries (B, H, T, d) to component heads (B, h', S, d), or to one wide head of them.
+    """Attention of few queries (B, H, T, d) to component heads (B, h', S, d), or to one wide head that joins them.
 
-    `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries take the scalars `key_map`
-    (h, h' / groups), the components of a group are one wide head, and the wide outputs take the scalars `value_map`. A
-    side without a map has all its heads. `key_scale` (B, h, S) multiplies combined keys. No mask: all are visible.
+    `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries are multiplied by `key_map`
+    (h, h' / groups), a group's components form one wide head, and wide outputs are multiplied by `value_map`. A side
+    whose map is None is not combined. `key_scale` (B, h, S) multiplies combined keys. No mask: all keys are visible.
     """
     if key_map is None and value_map is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
@@ -223,26 +223,26 @@ def explicit_attention_forward(
 
 
 def regrouped(x: Tensor, heads: int) -> Tensor:
-    """(B, n, S, d) -> (B, heads, S, n * d / heads): neighbouring heads as one, or one wide head as several."""
+    """Join neighbouring heads or split wide ones: (B, n, S, d) -> (B, heads, S, n * d / heads)."""
     return x if x.shape[1] == heads else split_heads(wide_heads(x), x.shape[1] * x.shape[3] // heads)
 
 
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
-    """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head, for h' of its group."""
+    """Return wide queries (B, H, T, h' d): each query (B, H, T, d) times the h' scalars (h, h') of its key head."""
     (batch, rows, tokens, size), (heads, components) = query.shape, scalars.shape
     by_head = query.reshape(batch, heads, -1, 1, size)  # (B, h, group x T, 1, d)
     return (by_head * scalars.view(heads, 1, components, 1)).view(batch, rows, tokens, components * size)
 
 
 def unfold_outputs(output: Tensor, scalars: Tensor, tokens: int) -> Tensor:
-    """(B, n, H T / n, h' d) -> (B, H, T, d): the components of outputs, summed with their value head's scalars."""
+    """Return (B, H, T, d): components of outputs (B, n, H T / n, h' d) summed with their head's scalars (h, h')."""
     (batch, _, _, size), (heads, components) = output.shape, scalars.shape
     by_head = output.reshape(batch, heads, -1, components, size // components)
     return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, -1, tokens, size // components)
 
 
 def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of query heads (B, H, T, n) to keys and values of g heads, each read once: (B, g, H T / g, m)."""
+    """Return attention outputs (B, g, H T / g, m) of queries (B, H, T, n) over g wide heads, each read once."""
     (batch, heads, tokens, size), groups = query.shape, key.shape[1]
     if mask is not None and (tokens > 1 or mask.shape[1] > 1):
         mask = mask.expand(-1, heads, -1, -1).reshape(len(mask), groups, -1, mask.shape[3])
@@ -253,7 +253,7 @@ def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 def weigh_components(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, key_scale: Tensor | None
 ) -> Tensor:
-    """Attention with logits in float32; queries (B, H, T, n), keys and values of few heads or of h: (B, H, T, m)."""
+    """Return outputs (B, H, T, m) of queries (B, H, T, n), with widened logits; keys and values have g or h heads."""
     batch, heads, tokens, _ = query.shape
     rows = query.reshape(batch, key.shape[1], -1, query.shape[3])
     logits = wide_product(rows, key.transpose(2, 3)).view(batch, heads, tokens, -1) * scaling
@@ -264,13 +264,13 @@ def weigh_components(
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched products (B, n, ., .) in the widened dtype. Without gradients, a GPU reads factors of half precision as
-    they are, and adds in float32; elsewhere a wide copy of the cache is made."""
-    wide, product = widened(right.dtype), (*left.shape[:3], right.shape[3])
-    if right.device.type == "cuda" and right.dtype != wide and not torch.is_grad_enabled():
+    """Return batched products (B, n, ., .) in the widened dtype. Without gradients, a GPU multiplies half-precision
+    factors and accumulates in float32; otherwise, both factors, such as the cache, are copied to the widened dtype."""
+    out_dtype, shape = widened(right.dtype), (*left.shape[:3], right.shape[3])
+    if right.device.type == "cuda" and right.dtype != out_dtype and not torch.is_grad_enabled():
         factors = left.to(right.dtype).flatten(0, 1), right.flatten(0, 1)
-        return torch.bmm(*factors, out_dtype=wide).view(product)
-    return torch.matmul(left.to(wide), right.to(wide))
+        return torch.bmm(*factors, out_dtype=out_dtype).view(shape)
+    return torch.matmul(left.to(out_dtype), right.to(out_dtype))
 
 
 register_backend("crosshead_explicit", explicit_attention_forward)

@@ -1,9 +1,9 @@
 """Headwise gates: each head's output is multiplied by a sigmoid of the layer's input.
 
-`o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, where every gate is 1: the
-model starts with the outputs of the stock one.
+`o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, so that every gate is 1:
+the model starts with the outputs of the stock model.
 
-Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for that start.
+Paper: "Gated Attention for Large Language Models", headwise variant, without the factor 2, which serves this start.
 """
 
 import torch
@@ -20,18 +20,18 @@ class GatingRules(Rules):
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:
-        """Each process takes the gates of its heads."""
+        """True: each process uses the gates of its own heads."""
         return True
 
     @classmethod
     @package_only
     def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
-        """Every gate is 1."""
+        """True: every gate starts as 1."""
         return True
 
 
 class Gating(Mechanism):
-    """One gate per token and head."""
+    """Computes one gate per token and head, and multiplies head outputs by it."""
 
     rules = GatingRules
 
@@ -40,6 +40,6 @@ class Gating(Mechanism):
         self.gate = LinearMap(layout.hidden_size, layout.output_heads, "zero")
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
-        """Multiply each head's output by its gate."""
+        """Return each head's output multiplied by its gate."""
         gates = 2 * torch.sigmoid(self.gate(state.hidden_states))
         return output * local_heads(gates, output.shape[2]).unsqueeze(-1).to(output.dtype)

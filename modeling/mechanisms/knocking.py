@@ -1,9 +1,9 @@
-"""Knocking-Heads (KHA): one map, shared by all heads, on each head's projected values, queries or keys.
+"""Knocking-Heads (KHA): one map, shared by all heads, is applied to each head's projected value, query or key.
 
 linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
-identity and `G` as zero: the model starts with the outputs of the stock one. The map precedes QK-norm and RoPE, so
+identity and `G` as zero: the model starts with the outputs of the stock model. The map precedes QK-norm and RoPE, so
 the cache holds mapped heads and every attention backend works. With `explicit`, components are mapped, then
-combined. The gate form and the random start lower quality in the paper; they are here for the comparison.
+combined. The gate form and the random start lower quality in the paper; they are here for comparison.
 
 Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 """
@@ -26,30 +26,30 @@ class KnockingRules(Rules):
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:
-        """Each head is mapped by itself."""
+        """True: each head is mapped independently of the others."""
         return True
 
     @classmethod
     @package_only
     def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
-        """From the identity."""
+        """True if the maps start as the identity."""
         return settings["init"] == "identity"
 
 
 class GateKnock(nn.Module):
-    """`2 x * sigmoid(x G)`."""
+    """The gate form: `2 x * sigmoid(x G)`."""
 
     def __init__(self, size: int, start: str) -> None:
         super().__init__()
         self.gate = LinearMap(size, size, "zero" if start == "identity" else start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate each feature of each head."""
+        """Gate each feature of each head (..., d)."""
         return 2 * x * torch.sigmoid(self.gate(x))
 
 
 class MlpKnock(GateKnock):
-    """`2 (x U * sigmoid(x G)) D`."""
+    """The mlp form: `2 (x U * sigmoid(x G)) D`."""
 
     def __init__(self, size: int, start: str) -> None:
         super().__init__(size, start)
@@ -57,12 +57,12 @@ class MlpKnock(GateKnock):
         self.down = LinearMap(size, size, start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each head through the shared MLP."""
+        """Map each head (..., d) through the shared MLP."""
         return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
 
 
 class Knocking(Mechanism):
-    """One shared map for each of the chosen queries, keys and values."""
+    """Maps heads; queries, keys and values, if in `on`, have one map each, shared by all heads."""
 
     rules = KnockingRules
 
@@ -75,7 +75,7 @@ class Knocking(Mechanism):
             self.add_module(side, LinearMap(size, size, start) if form == "linear" else gated(size, start))
 
     def before_rope(self, state: AttentionState) -> None:
-        """Map the heads of each chosen side."""
+        """Map the heads of the queries, keys and values that are in `on`."""
         for side in self.settings["on"]:
-            heads = getattr(state, side).transpose(1, 2)  # (B, T, heads, d), contiguous as the projection leaves it
+            heads = getattr(state, side).transpose(1, 2)  # (B, T, heads, d), contiguous like the projection
             setattr(state, side, getattr(self, side)(heads).transpose(1, 2))

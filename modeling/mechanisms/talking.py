@@ -1,10 +1,10 @@
 """Talking-Heads: maps across heads on the attention logits and on the attention weights.
 
-`L = P_l J` over the query/key heads' logits, position bias included; mask, softmax, `U = P_w W`, values. The mask
-comes after the first map. Both maps start as the identity (as copies and averages of neighbours where
-`softmax_heads` differs). Dynamic terms add maps made from the query's input and from each key's, which are cached.
+`L = P_l J` maps the logits `J` of the query heads, position bias included; mask and softmax follow, and `U = P_w W`
+maps the weights `W`. Both maps start as the identity, or, if `softmax_heads` differs, as copies and averages of
+neighbouring heads. Dynamic terms add maps computed from the layer's input: at the query, and at each key (cached).
 
-"eager" returns all weights; "sdpa" works in blocks, in memory linear in the sequence; others cannot mix heads.
+"eager" returns all weights; "sdpa" works in blocks, with memory linear in the sequence; others cannot mix heads.
 
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
@@ -48,7 +48,7 @@ class TalkingRules(Rules):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Head counts meet, and dynamic terms have a static map to add to."""
+        """Check that the head counts match, and that each dynamic term has a static map to be added to."""
         on, heads = settings["on"], settings.get("softmax_heads")
         if heads not in (None, layout.query_heads) and len(on) < 2:
             reason = f"with mixers.talking.on={on!r} use {layout.query_heads}, or map on both sides of the softmax"
@@ -60,43 +60,43 @@ class TalkingRules(Rules):
     @classmethod
     @package_only
     def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
-        """Static maps between equal head counts start as the identity."""
+        """True without dynamic terms and with equal head counts: the static maps start as the identity."""
         return not settings["dynamic"] and settings.get("softmax_heads") in (None, layout.query_heads)
 
 
 class HeadMap(ParameterModule):
-    """A map across heads (to x from), the same for every query and key."""
+    """A static map (to heads, from heads) across heads, the same for every query and key."""
 
     def __init__(self, to_heads: int, from_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(to_heads, from_heads))
 
     def initialise(self, std: float) -> None:
-        """Start as a regrouping of heads; copies get noise, or they would always stay equal."""
+        """Start from `head_map_init`; with more heads than before, add noise, else copied heads would stay equal."""
         start = head_map_init(self.weight)
         if self.weight.shape[0] > self.weight.shape[1]:
             start = start + std * torch.randn_like(start)
         init.copy_(self.weight, start.to(self.weight.dtype))
 
     def forward(self, like: Tensor) -> Tensor:
-        """A copy of the matrix, in the widened dtype of a tensor."""
+        """Return a copy of the map in the widened dtype of `like`."""
         return self.weight.to(widened(like.dtype), copy=True)
 
 
 class DynamicHeadMap(LinearMap):
-    """A map across heads (to x from) made from a token's input."""
+    """Computes a map (to heads, from heads) across heads from the layer's input at one token."""
 
     def __init__(self, hidden_size: int, to_heads: int, from_heads: int) -> None:
         super().__init__(hidden_size, to_heads * from_heads)
         self.from_heads = from_heads
 
     def initialise(self, std: float) -> None:
-        """Start small: the paper trains well only with 0.1 / sqrt(hidden size x heads mapped from)."""
+        """Start with std 0.1 / sqrt(hidden size x from heads), without which training went badly in the paper."""
         init.normal_(self.weight, mean=0.0, std=0.1 * (self.weight.shape[1] * self.from_heads) ** -0.5)
 
 
 class Talking(Mechanism):
-    """Static and dynamic maps on logits and weights."""
+    """Static and dynamic maps across heads, on logits and on weights."""
 
     rules = TalkingRules
 
@@ -111,25 +111,25 @@ class Talking(Mechanism):
 
     @classmethod
     def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
-        """Only implementations that this file replaces as a whole."""
+        """Refuse implementations other than "eager", transformers' own "sdpa" and crosshead's own functions."""
         if implementation is not None and implementation != "eager" and not is_plain_sdpa(implementation):
             reason = "'talking' mixes all heads' weights: use transformers' own 'sdpa', 'eager' or 'crosshead_talking'"
             raise refuse("attn_implementation", implementation, reason)
 
     def before_rope(self, state: AttentionState) -> None:
-        """Make the keys' maps, which the cache holds."""
+        """Compute the dynamic maps of keys, to be cached with them."""
         for name in self.settings["dynamic"]:
             if name.startswith("key"):
                 state.key_side_data[f"talking.{name}"] = getattr(self, name)(state.key_value_input)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
-        """Talking-heads attention, in blocks unless "eager"."""
+        """Choose talking-heads attention: in blocks, or at once for "eager"."""
         self.check_implementation(implementation, self.settings)
         maps: list[Tensor | None] = []
         for stage in STAGES:
             static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None
-            made = self._dynamic(f"query_{stage}", state)
-            maps += [static if static is None or made is None else static + made, self._dynamic(f"key_{stage}", state)]
+            term = self._dynamic(f"query_{stage}", state)
+            maps += [static if static is None or term is None else static + term, self._dynamic(f"key_{stage}", state)]
         state.attention_kwargs = {"head_maps": HeadMaps(*maps), "position_bias": state.position_bias}
         state.position_bias = None
         if implementation in (None, "eager"):
@@ -137,16 +137,16 @@ class Talking(Mechanism):
         return implementation if str(implementation).startswith("crosshead_talking") else "crosshead_talking"
 
     def _dynamic(self, name: str, state: AttentionState) -> Tensor | None:
-        """The maps (B, tokens, to, from) that a dynamic term adds; None where it is off."""
+        """Return the maps (B, tokens, to, from) of a dynamic term, or None if the term is off."""
         if name not in self.settings["dynamic"]:
             return None
-        made = state.key_side_data.get(f"talking.{name}")
-        made = getattr(self, name)(state.hidden_states) if made is None else made
-        return made.view(*made.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(made.dtype))
+        maps = state.key_side_data.get(f"talking.{name}")
+        maps = getattr(self, name)(state.hidden_states) if maps is None else maps
+        return maps.view(*maps.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(maps.dtype))
 
 
 class HeadMaps(NamedTuple):
-    """Maps (B or 1, T or 1, to, from), and (B, S, to, from) that keys add, in the widened dtype; None for no map."""
+    """Maps of queries (B or 1, T or 1, to, from) and of keys (B, S, to, from), in the widened dtype; None: no map."""
 
     logits: Tensor | None
     logits_by_key: Tensor | None
@@ -154,14 +154,14 @@ class HeadMaps(NamedTuple):
     weights_by_key: Tensor | None
 
 
-def mix_heads(maps: Tensor | None, key_maps: Tensor | None, given: Tensor) -> Tensor:
-    """Map (B, from, T, S) across heads by maps (B or 1, T or 1, to, from) and those of keys (B, S, to, from)."""
+def mix_heads(maps: Tensor | None, key_maps: Tensor | None, x: Tensor) -> Tensor:
+    """Map (B, from, T, S) across heads by the sum of maps (B or 1, T or 1, to, from) and key maps (B, S, to, from)."""
     if maps is None:
-        return given
-    with maybe_autocast(given.device.type, enabled=False):  # logits and weights stay wide
+        return x
+    with maybe_autocast(x.device.type, enabled=False):  # logits and weights keep the widened dtype
         static = maps.shape[:2] == (1, 1)
-        mixed = torch.einsum("ij,bjts->bits" if static else "btij,bjts->bits", maps[0, 0] if static else maps, given)
-        return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, given)
+        mixed = torch.einsum("ij,bjts->bits" if static else "btij,bjts->bits", maps[0, 0] if static else maps, x)
+        return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, x)
 
 
 def talking_eager_attention_forward(
@@ -176,7 +176,7 @@ def talking_eager_attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Logits, position bias, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
+    """Logits, position bias, map, mask, softmax, map, values; also returns the mapped weights (B, heads, T, S)."""
     if head_maps is None:
         return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     logits = attention_logits(query, key, scaling)
@@ -200,20 +200,20 @@ def talking_attention_forward(
     operator: Callable[..., Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same in blocks of queries, but for one query, dropout, `torch.func`, a bias, a mask with a gradient."""
+    """Talking-heads in blocks; at once for one query, dropout, `torch.func`, a bias, or a mask with a gradient."""
     if head_maps is None:
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    queries, kind = query.shape[2], query.device.type
-    learnt = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
-    whole = kwargs.get("dropout") or kwargs.get("position_bias") is not None or under_torch_func()
-    if queries == 1 or learnt or whole:
+    queries, device_type = query.shape[2], query.device.type
+    mask_has_grad = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
+    at_once = kwargs.get("dropout") or kwargs.get("position_bias") is not None or under_torch_func()
+    if queries == 1 or mask_has_grad or at_once:
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}
         return talking_eager_attention_forward(module, query, key, value, attention_mask, **options)[0], None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
     identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
     logits_map = identity if head_maps.logits is None else head_maps.logits
     weights_map = identity if head_maps.weights is None else head_maps.weights
@@ -222,7 +222,7 @@ def talking_attention_forward(
 
 
 def under_torch_func() -> bool:
-    """Whether `torch.func` transforms the call, which cannot differentiate an operator of our own."""
+    """Whether a `torch.func` transform is active, which cannot differentiate the custom operator."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and not torch.compiler.is_compiling() and bool(active())
 

@@ -1,6 +1,6 @@
-"""Random changes of images in training: crops, flips, RandAugment and random erasing.
+"""Image augmentation for training: random crops, flips, RandAugment and random erasing.
 
-Each function draws from a generator of its own sample, never from a global state: a resumed run makes the same images.
+Each function draws from the generator of its sample, never from a global state: a resumed run gets the same images.
 """
 
 from dataclasses import dataclass
@@ -13,23 +13,25 @@ import torch
 from .training_data import Draws
 
 TRIES = 10
-"""Boxes that are drawn before an image is used as a whole, or not erased."""
+"""Maximum number of boxes drawn per image before the crop falls back to the centre, or nothing is erased."""
 CROP_RATIOS = (3 / 4, 4 / 3)
-"""Width to height of random crops (Szegedy et al., Going Deeper with Convolutions, 2015)."""
+"""Range of the aspect ratio (width / height) of crops (Szegedy et al., Going Deeper with Convolutions, 2015)."""
 ERASED_AREAS, ERASED_RATIOS = (0.02, 1 / 3), (0.3, 1 / 0.3)
-"""Of the erased box (Zhong et al., Random Erasing Data Augmentation, 2020)."""
+"""Ranges of the erased box's area, as a fraction of the image, and aspect ratio (Zhong et al., Random Erasing Data
+Augmentation, 2020)."""
 HIGHEST_MAGNITUDE = 10.0
 ROTATION, SHEAR, TRANSLATION, ENHANCEMENT = 30.0, 0.3, 0.45, 0.9
-"""RandAugment at the highest magnitude: degrees, slope, share of the width or height, change of a factor of 1."""
+"""RandAugment at the highest magnitude: degrees, shear factor, fraction of the width or height, change of the
+enhancement factor 1."""
 BITS = 4
-"""Bits that `posterize` removes at magnitude 10."""
+"""Bits per channel that `posterize` removes at the highest magnitude."""
 
 Box = tuple[int, int, int, int]
-"""Left, top, right and bottom."""
+"""Left, top, right and bottom, in pixels."""
 
 
 def random_box(width: int, height: int, area: float, ratio: float, draws: Draws) -> Box | None:
-    """A box of this area, in pixels, and this ratio at a random place; None if it is larger than the image."""
+    """Return a box of this area (pixels) and aspect ratio at a random position; None if it exceeds the image."""
     wide, high = round(sqrt(area * ratio)), round(sqrt(area / ratio))
     if not (0 < wide <= width and 0 < high <= height):
         return None
@@ -38,7 +40,10 @@ def random_box(width: int, height: int, area: float, ratio: float, draws: Draws)
 
 
 def crop_box(width: int, height: int, smallest: float, draws: Draws) -> Box:
-    """A random crop with at least a share of the area; if none fits, the largest central one of an allowed ratio."""
+    """Return a random crop box with at least the fraction `smallest` of the area.
+
+    If none fits in `TRIES` draws, return the largest central box whose aspect ratio is allowed.
+    """
     low, high = CROP_RATIOS
     for _ in range(TRIES):
         area, ratio = draws.uniform(smallest, 1.0) * width * height, exp(draws.uniform(log(low), log(high)))
@@ -52,20 +57,20 @@ def crop_box(width: int, height: int, smallest: float, draws: Draws) -> Box:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The random changes of each image."""
+    """Random augmentation of each training image."""
 
     size: tuple[int, int]
-    """Height and width of the result."""
+    """Height and width of the augmented image."""
     smallest_crop: float
     flip: bool
     operations: int
-    """Of RandAugment on each image."""
+    """Number of RandAugment operations on each image."""
     magnitude: float
     erasing: float
-    """The probability that a box is erased."""
+    """Probability that a box of an image is erased."""
 
     def image(self, image: Any, draws: Draws) -> Any:
-        """A random crop of an image of Pillow, changed by RandAugment."""
+        """Return a random crop of a Pillow image, possibly mirrored, with RandAugment operations applied."""
         from PIL import Image
 
         width, height = image.size
@@ -79,7 +84,7 @@ class Augmentation:
         return image
 
     def pixels(self, pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Normalised pixel values (channels, height, width), a box of them possibly replaced by noise."""
+        """Apply random erasing to normalised pixel values (channels, height, width): a box becomes normal noise."""
         if draws.random() >= self.erasing:
             return pixels
         height, width = self.size
@@ -100,11 +105,11 @@ OPERATIONS = (
     *("identity", "autocontrast", "equalize", "rotate", "solarize", "color", "posterize", "contrast"),
     *("brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y"),
 )
-"""Those of RandAugment (Cubuk et al., 2020)."""
+"""Operations of RandAugment (Cubuk et al., 2020)."""
 
 
 def changed(image: Any, operation: str, strength: float, draws: Draws) -> Any:
-    """One operation of RandAugment with a strength from 0 to 1, in a random direction."""
+    """Apply one RandAugment operation with a strength from 0 to 1, in a random direction."""
     from PIL import Image, ImageEnhance, ImageOps
 
     signed = strength * int(draws.choice((-1, 1)))

@@ -1,7 +1,7 @@
-"""Corrupted windows of text, from which a model learns: masked tokens, swapped segments, and spans that are cut out.
+"""Corrupted text windows for denoising objectives: masked tokens, swapped segments, and spans that are cut out.
 
-A window is changed by a function of its tokens and of draws, which `Prepared` makes from the seed and the number of
-the sample: a resumed run sees the same samples.
+Corruption is a function of a window's tokens and a random generator, which `Prepared` derives from the seed and the
+sample index: a resumed run sees the same samples.
 """
 
 from abc import ABC, abstractmethod
@@ -18,68 +18,74 @@ from .tokenising import check_vocabulary
 from .training_data import NOT_PREDICTED, Sample
 
 MASKED, REPLACED = 0.8, 0.1
-"""The shares of predicted tokens that are masked, and replaced by any token; the others stay."""
+"""Fractions of the predicted tokens that are masked, and replaced by a random token; the others are unchanged."""
 IN_ORDER, SWAPPED = 0, 1
-"""Labels of two segments, those of ALBERT."""
+"""Labels of the order of two segments, as in ALBERT."""
 SENTINEL = "<extra_id_{}>"
-"""The token instead of a span, by its number in the text."""
+"""Sentinel token that replaces a span, by the span's index in the text."""
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Corruption(ABC):
-    """Changes a window."""
+    """Base class: a function that corrupts one window."""
 
     text_length: int
-    """Tokens of a window before the change."""
+    """Number of tokens in a window before the corruption."""
 
     @abstractmethod
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
-        """The changed window."""
+        """Return the corrupted window."""
 
 
 @dataclass(frozen=True)
 class TokenMasking(Corruption):
-    """BERT's masks in one segment, or in two as ALBERT."""
+    """Masked tokens as in BERT, in one segment, or as in ALBERT in two segments whose order is predicted."""
 
     text_length: int
     share: float
+    """Fraction of the ordinary tokens that are predicted."""
     ordered: bool
+    """Whether a window has two segments, possibly swapped."""
     mask: int
+    """Id of the mask token."""
     begin: tuple[int, ...]
-    """[CLS]."""
+    """Id of [CLS]; empty if the tokenizer has none."""
     end: tuple[int, ...]
-    """[SEP], after each segment."""
+    """Id of [SEP], which follows each segment; empty if the tokenizer has none."""
     ordinary: Tokens
-    """All tokens of the vocabulary but the special ones: those that are predicted, and replacements."""
+    """Sorted ids of the vocabulary without special tokens: candidates for prediction and for replacement."""
 
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
-        """Inputs, labels and, with segments, the types of tokens and the label of the order."""
+        """Return `input_ids` and `labels` and, with two segments, `token_type_ids` and `order_labels`."""
         text = sample["input_ids"].numpy()
         segments = [text]
-        more: Sample = {}
+        segment_fields: Sample = {}
         if self.ordered:
             segments, label = self._segments(text, draws)
             sizes = [len(self.begin) + len(segments[0]) + len(self.end), len(segments[1]) + len(self.end)]
-            more["token_type_ids"] = torch.from_numpy(np.repeat(np.arange(2), sizes))
-            more["order_labels"] = torch.tensor(label)
-        parts = [part for each in segments for part in (each, self.end)]
+            segment_fields["token_type_ids"] = torch.from_numpy(np.repeat(np.arange(2), sizes))
+            segment_fields["order_labels"] = torch.tensor(label)
+        parts = [part for segment in segments for part in (segment, self.end)]
         inputs, labels = self._masked(np.concatenate([self.begin, *parts]).astype(np.int64), draws)
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **more}
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **segment_fields}
 
     def _segments(self, text: Tokens, draws: np.random.Generator) -> tuple[list[Tokens], int]:
-        """Two consecutive segments, each at least a quarter of the window, not cut between documents if possible."""
+        """Split a window into two segments, swapped in half of the cases; return them and the label of their order.
+
+        Each segment has at least a quarter of the window. The cut avoids document boundaries if possible.
+        """
         quarter = max(1, len(text) // 4)
-        places = np.arange(quarter, len(text) - quarter + 1)
-        inside = places[np.isin(text[places - 1], self.ordinary)]
-        cut = draws.choice(inside if len(inside) else places)
+        positions = np.arange(quarter, len(text) - quarter + 1)
+        inside = positions[np.isin(text[positions - 1], self.ordinary)]
+        cut = draws.choice(inside if len(inside) else positions)
         swapped = draws.random() < 0.5
         segments = [text[:cut], text[cut:]]
         return (segments[::-1], SWAPPED) if swapped else (segments, IN_ORDER)
 
     def _masked(self, tokens: Tokens, draws: np.random.Generator) -> tuple[Tokens, Tokens]:
         candidates = np.flatnonzero(np.isin(tokens, self.ordinary))
-        if not len(candidates):  # such as a window of unknown tokens
+        if not len(candidates):  # for example, a window of unknown tokens only
             candidates = np.arange(len(self.begin), len(tokens) - len(self.end))
         count = max(1, round(self.share * len(candidates)))
         chosen = draws.choice(candidates, count, replace=False)
@@ -94,7 +100,7 @@ class TokenMasking(Corruption):
 
 
 def masked_tokens(options: MaskedTokens, tokenizer: Any, vocabulary: int, length: int) -> TokenMasking:
-    """The masks for inputs of a length, special tokens included."""
+    """Return the masking for model inputs of `length` tokens, special tokens included."""
     if tokenizer.mask_token_id is None:
         raise RecipeError(
             "the tokenizer has no mask_token, which the objective masked_tokens needs: set one in its folder"
@@ -120,24 +126,24 @@ def masked_tokens(options: MaskedTokens, tokenizer: Any, vocabulary: int, length
 
 @dataclass(frozen=True)
 class SpanCorruption(Corruption):
-    """T5's: the text is divided into pieces, of which every second is replaced by a sentinel."""
+    """Span corruption as in T5: the text is divided into pieces, and a sentinel replaces every second piece."""
 
     text_length: int
     noise: int
-    """Tokens that are cut out."""
+    """Number of tokens that are cut out."""
     sentinels: tuple[int, ...]
-    """One for each span."""
+    """Sentinel token ids, one per span."""
     end: int
-    """The token after inputs and labels."""
+    """Id of the end token, appended to inputs and labels."""
     start: int
-    """The decoder's first input."""
+    """Id of the decoder's start token."""
 
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
-        """The encoder's inputs, the labels, and these as the decoder's inputs, one place later."""
+        """Return the encoder's `input_ids`, the `labels`, and `decoder_input_ids`: the labels shifted right by one."""
         text = sample["input_ids"].numpy()
-        kept = random_sizes(len(text) - self.noise, len(self.sentinels), draws)
-        cut = random_sizes(self.noise, len(self.sentinels), draws)
-        bounds = np.cumsum(np.stack([kept, cut], axis=1).reshape(-1))
+        kept_lengths = random_sizes(len(text) - self.noise, len(self.sentinels), draws)
+        cut_lengths = random_sizes(self.noise, len(self.sentinels), draws)
+        bounds = np.cumsum(np.stack([kept_lengths, cut_lengths], axis=1).reshape(-1))
         pieces = np.split(text, bounds[:-1])
         inputs, labels = list[Any](), list[Any]()
         for sentinel, plain, span in zip(self.sentinels, pieces[::2], pieces[1::2], strict=True):
@@ -152,13 +158,16 @@ class SpanCorruption(Corruption):
 
 
 def random_sizes(total: int, count: int, draws: np.random.Generator) -> Tokens:
-    """The sizes of `count` pieces of at least one, all divisions of `total` equally likely."""
+    """Divide `total` into `count` pieces of at least 1, all divisions equally likely; return their sizes."""
     cuts = np.sort(draws.choice(total - 1, count - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=total)
 
 
 def span_sizes(options: Spans, length: int) -> tuple[int, int, int]:
-    """Tokens of the text, tokens cut out, and spans, for inputs of at most a length with sentinels and the end."""
+    """Return the numbers of text tokens, of tokens cut out and of spans.
+
+    The text is the longest one whose encoder inputs, with sentinels and the end token, have at most `length` tokens.
+    """
 
     def sizes(text: int) -> tuple[int, int]:
         noise = min(max(1, round(text * options.share)), text - 1)
@@ -171,7 +180,7 @@ def span_sizes(options: Spans, length: int) -> tuple[int, int, int]:
 
 
 def cut_spans(options: Spans, tokenizer: Any, vocabulary: int, length: int, start: int) -> SpanCorruption:
-    """The corruption for an encoder that reads inputs of a length."""
+    """Return the span corruption for an encoder that reads at most `length` tokens."""
     if length < 4:
         raise RecipeError(f"data.length={length} is too short for a span, its sentinel and the end: raise it")
     text, noise, spans = span_sizes(options, length)

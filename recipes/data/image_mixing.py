@@ -1,7 +1,7 @@
-"""Batches of images, each mixed with the other one of its pair: mixup and CutMix, with soft targets.
+"""Data collator for mixup and CutMix: mixes the two images of each pair in a batch, with soft targets.
 
-Samples 2k and 2k + 1 of a run are a pair, and a number that the first of them has drawn determines how. So a step does
-not depend on how it is divided into micro batches of even size, and among processes.
+Samples 2k and 2k + 1 of a run form a pair, and a random number in the first of them seeds the mixing. So a step does
+not depend on its division into micro batches of even size, nor on the number of processes.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,23 @@ import torch
 from .training_data import Draws, Sample
 
 MIXING = "mixing"
-"""In a sample of the training: a random number, from which its pair is mixed."""
+"""Key of a training sample: the random number that seeds the mixing of its pair."""
 OTHER_LABELS, SHARES = "other_labels", "shares"
-"""In a batch of the training: the classes of the other images, and the shares of the images themselves."""
+"""Keys of a training batch: the class of each image's partner (B), and the weight of the image's own class (B)."""
 
 
 @dataclass(frozen=True)
 class MixImages:
-    """Makes a batch of samples; those of a training are mixed in pairs."""
+    """Collate samples into a batch; training samples, which have the key `MIXING`, are mixed in pairs."""
 
     mixup: float
-    """Both shares of a pair are drawn from Beta(mixup, mixup) (Zhang et al., 2018); 0 for none."""
+    """Weights of a pair are drawn from Beta(mixup, mixup) (Zhang et al., 2018); 0 disables mixup."""
     cutmix: float
-    """The same of the area that stays (Yun et al., 2019). With both, each pair has one of the two."""
+    """The area that an image keeps is drawn from Beta(cutmix, cutmix) (Yun et al., 2019); 0 disables CutMix. With
+    mixup and CutMix, each pair gets one of the two at random."""
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
-        """The images (B, channels, height, width) and their classes (B)."""
+        """Return images (B, channels, height, width), labels (B) and, in training, partner labels and weights."""
         batch = {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
         numbers = batch.pop(MIXING, None)
         if numbers is None:
@@ -56,12 +57,15 @@ class MixImages:
 
 
 def swapped(rows: torch.Tensor) -> torch.Tensor:
-    """Each pair of rows in the opposite order."""
+    """Swap rows 2k and 2k + 1 of a tensor with an even number of rows."""
     return rows.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def cut_box(height: int, width: int, share: float, draws: Draws) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of a box around a random pixel; but for the edges, `share` of all is outside."""
+    """Return top, bottom, left and right of a box around a random pixel, clipped to the image.
+
+    Before clipping, the fraction `share` of the area is outside the box.
+    """
     high, wide = int(height * sqrt(1 - share)), int(width * sqrt(1 - share))
     top, left = int(draws.integers(height)) - high // 2, int(draws.integers(width)) - wide // 2
     return max(0, top), min(height, top + high), max(0, left), min(width, left + wide)

@@ -1,9 +1,9 @@
-"""Images with a class each: a folder of images for each class, or a dataset of the Hub.
+"""Sources of labelled images: a folder with one folder per class, or a Hub dataset.
 
-The first run decodes each image of a source once, so that a damaged one is found before the training, and records the
-digests of their contents in the cache folder:
+The first run decodes each image of a source once, so that a damaged image is found before the training, and writes
+the digests of the images to the cache folder:
 
-    <digest>.images   named by a fingerprint of the source's files: a line for each image
+    <digest>.images   one line per image; the name is a fingerprint of the source's files
     <digest>.lock     held by the process that reads the images, while others wait
 """
 
@@ -27,31 +27,31 @@ from .readers import expand_home, file_states, files_in, missing_column
 from .token_cache import locked
 
 BLOCK = 1024
-"""Images that are read at a time when a source is checked."""
+"""Number of images per block when a source is checked."""
 FORMAT = 1
-"""Incremented when the same images get other digests."""
+"""Version of the digest cache; increment it when the digests of unchanged images change."""
 
 
 class ImageSource(Protocol):
-    """Encoded images with a class each."""
+    """A source of encoded images, each with a class."""
 
     classes: tuple[str, ...]
-    """The names of the classes, in the order of their numbers."""
+    """Class names, in the order of the class indices."""
     labels: list[int]
-    """The class of each image."""
+    """Class index of each image."""
 
     def content(self, index: int) -> bytes:
-        """The encoded image."""
+        """Return the encoded image, such as the content of a PNG file."""
 
     def place(self, index: int) -> str:
-        """The image's place, for errors."""
+        """Return the image's location, for error messages."""
 
     def state(self) -> list[Any]:
-        """Everything that the images depend on, in JSON types."""
+        """Return everything that determines the images, in JSON types, as the cache key."""
 
 
 class ClassFolders:
-    """Images in a folder for each class, whose name is that of the class, at any depth."""
+    """Image files in one folder per class, at any depth; the name of the folder is the class name."""
 
     def __init__(self, source: DataSource) -> None:
         root = Path(expand_home(source.path))
@@ -66,13 +66,13 @@ class ClassFolders:
         self.labels: list[int] = []
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
-            found = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
-            if not found:
+            files = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
+            if not files:
                 raise RecipeError(
                     f"the class folder {folder} has no images: add some ({', '.join(IMAGE_SUFFIXES)}), or remove it"
                 )
-            self._files += found
-            self.labels += [label] * len(found)
+            self._files += files
+            self.labels += [label] * len(files)
         if len(folders) < 2:
             raise RecipeError(
                 f"the images {source.path} have {len(folders)} class folders: give a folder with a folder of images "
@@ -80,20 +80,20 @@ class ClassFolders:
             )
 
     def content(self, index: int) -> bytes:
-        """The encoded image."""
+        """Return the content of the image file."""
         return self._files[index].read_bytes()
 
     def place(self, index: int) -> str:
-        """The path of the file."""
+        """Return the path of the file."""
         return str(self._files[index])
 
     def state(self) -> list[Any]:
-        """The files."""
+        """Return path, size and modification time of each file."""
         return file_states(self._files)
 
 
 class DatasetImages:
-    """The images of a dataset of the Hub, or of a local copy."""
+    """Images of a Hub dataset, or of a local copy of one."""
 
     def __init__(self, source: DataSource, image: str, label: str) -> None:
         try:
@@ -125,23 +125,23 @@ class DatasetImages:
             )
 
     def content(self, index: int) -> bytes:
-        """The encoded image."""
+        """Return the encoded image."""
         value = self._rows[index][self._image]
         if value is None:
             raise ValueError("there is no image")
         return Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
 
     def place(self, index: int) -> str:
-        """The number of the row, counted from 1."""
+        """Return the row number, counted from 1, and the dataset's name."""
         return f"row {index + 1} of the Hub dataset {self._source.path}"
 
     def state(self) -> list[Any]:
-        """The files of the prepared dataset."""
+        """Return the column, the number of rows, and the files of the prepared dataset."""
         return [self._image, len(self.labels), *file_states(self._files)]
 
 
 def require_pillow() -> Any:
-    """Pillow's package, or `RecipeError`."""
+    """Import and return the package PIL; raise `RecipeError` if Pillow is not installed."""
     try:
         import PIL.Image
     except ImportError:
@@ -150,29 +150,29 @@ def require_pillow() -> Any:
 
 
 def decoded(source: ImageSource, index: int, channels: int, content: bytes | None = None) -> Any:
-    """An image of Pillow with 1 or 3 channels, upright; `RecipeError` if it cannot be read."""
+    """Decode an image into a Pillow image with 1 or 3 channels, rotated upright; raise `RecipeError` on failure."""
     pillow = require_pillow()
     try:
         with pillow.Image.open(BytesIO(source.content(index) if content is None else content)) as image:
             return upright(image, channels)
-    except Exception as error:  # Pillow raises many types
+    except Exception as error:  # Pillow raises many exception types
         raise RecipeError(
             f"{source.place(index)} cannot be read as an image: {one_line(error)}: remove or replace it"
         ) from error
 
 
 def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> list[str]:
-    """The digest of each image's content, from the cache folder or written there; each image can be decoded."""
+    """Return the digest of each image, from the cache folder if there; otherwise decode all images and write it."""
     try:
         key = json.dumps([FORMAT, source.state()])
         path = root / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.images"
         root.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
-            found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            if len(found) != len(source.labels):
-                found = list(_checked(source, Counter(progress, name, len(source.labels))))
-                write_whole({path: "".join(f"{digest}\n" for digest in found)})
-        return found
+            result = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            if len(result) != len(source.labels):
+                result = list(_checked(source, Counter(progress, name, len(source.labels))))
+                write_whole({path: "".join(f"{digest}\n" for digest in result)})
+        return result
     except OSError as error:
         raise RecipeError(
             f"{name} cannot be read, or the cache {root} not written: {error.strerror or one_line(error)}"
@@ -180,7 +180,7 @@ def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> l
 
 
 def _checked(source: ImageSource, counter: Counter) -> Iterator[str]:
-    """Decode each image, in threads since Pillow releases Python's lock."""
+    """Decode each image and yield its digest; threads run in parallel, as Pillow releases the GIL."""
     count = len(source.labels)
     with ThreadPoolExecutor() as pool:
         for begin in range(0, count, BLOCK):

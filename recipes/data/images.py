@@ -1,4 +1,4 @@
-"""The training and evaluation data of an image classifier: augmented images in sampling order, and held-out ones."""
+"""Data of objectives on images: training images in sampling order, and held-out images for evaluation."""
 
 import json
 from collections.abc import Sequence
@@ -21,37 +21,37 @@ from .readers import expand_home
 from .training_data import Draws, Sample, TrainingData
 
 FOLDERS = "images"
-"""The kind of source with a folder for each class."""
+"""Value of `DataSource.kind` for a folder with one folder per class."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The sources of images, which are not read yet, and their image processor."""
+    """Image sources, whose images are not read yet, and the image processor."""
 
     processor: Any
-    """An image processor of transformers."""
+    """transformers image processor; for diffusion models, the noise scheduler, which is saved in its place."""
     channels: int
     sources: tuple[ImageSource, ...]
     evaluation: tuple[ImageSource, ...]
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, the same in all sources."""
+        """Class names, the same in all sources."""
         return self.sources[0].classes
 
     def pixels(self, image: Any, **options: Any) -> torch.Tensor:
-        """Pixel values (channels, height, width)."""
+        """Return the pixel values (channels, height, width) of a Pillow image; `options` are for the processor."""
         return self.processor(image, return_tensors="pt", **options)["pixel_values"][0].float()
 
     def save_pretrained(self, folder: str) -> None:
-        """Save the image processor."""
+        """Save the processor to a folder."""
         self.processor.save_pretrained(folder)
 
 
 def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, channels: int) -> ImageInputs:
-    """The sources with their classes; `columns` are those of the image and its class in a dataset of the Hub."""
+    """Open the sources and check that their classes agree; `columns` name image and label in a Hub dataset."""
 
-    def found(source: DataSource) -> ImageSource:
+    def open_source(source: DataSource) -> ImageSource:
         images: ImageSource = ClassFolders(source) if source.kind == FOLDERS else DatasetImages(source, *columns)
         if inputs:
             check_classes(source.path, images.classes, options.sources[0].path, inputs[0].classes)
@@ -59,31 +59,34 @@ def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, 
         return images
 
     inputs: list[ImageSource] = []
-    training = tuple(map(found, options.sources))
-    return ImageInputs(processor, channels, training, tuple(map(found, options.evaluation)))
+    training = tuple(map(open_source, options.sources))
+    return ImageInputs(processor, channels, training, tuple(map(open_source, options.evaluation)))
 
 
 def renumber(inputs: ImageInputs, order: Sequence[str], names: Sequence[str]) -> None:
-    """Number the classes of all sources in another order, and give them these names."""
+    """Reorder the classes of all sources in place: class `order[n]` gets index n and the name `names[n]`."""
     for source in (*inputs.sources, *inputs.evaluation):
         numbers = [order.index(name) for name in source.classes]
         source.labels = [numbers[label] for label in source.labels]
         source.classes = tuple(names)
 
 
-def check_classes(place: str, found: Sequence[str], other: str, expected: Sequence[str]) -> None:
-    """`RecipeError` if two sources have different classes."""
-    if len(found) != len(expected):
-        raise RecipeError(f"{place} has {len(found)} classes, but {other} has {len(expected)}: use the same classes")
-    for own, wanted in zip(found, expected, strict=True):
-        if own != wanted:
+def check_classes(source: str, classes: Sequence[str], first: str, expected: Sequence[str]) -> None:
+    """Raise `RecipeError` if two sources have different classes."""
+    if len(classes) != len(expected):
+        raise RecipeError(
+            f"{source} has {len(classes)} classes, but {first} has {len(expected)}: use the same classes"
+        )
+    for name, expected_name in zip(classes, expected, strict=True):
+        if name != expected_name:
             raise RecipeError(
-                f"{place} has the class {own!r}, but {other} has {wanted!r} in its place: use the same classes"
+                f"{source} has the class {name!r}, but {first} has {expected_name!r} in its place: use the same "
+                "classes"
             )
 
 
 class Images(Dataset[dict[str, Any]]):
-    """Some of the images of a source, decoded, with their classes."""
+    """A subset of a source's images, decoded, with their class indices."""
 
     def __init__(self, source: ImageSource, indices: list[int], channels: int) -> None:
         self.source, self.indices, self._channels = source, indices, channels
@@ -91,21 +94,21 @@ class Images(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        index = self.indices[place]
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        index = self.indices[position]
         label = torch.tensor(self.source.labels[index])
         return {"image": decoded(self.source, index, self._channels), "labels": label}
 
 
 @dataclass(frozen=True)
 class Augmented:
-    """Makes a sample of a training from an image."""
+    """Turns a decoded image into a training sample: augmentation, then the image processor."""
 
     inputs: ImageInputs
     augmentation: Augmentation
 
     def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
-        """Pixel values, the class, and a random number."""
+        """Return pixel values, label, and the random number that seeds mixup and CutMix."""
         image = self.augmentation.image(sample["image"], draws)
         pixels = self.inputs.pixels(image, do_resize=False, do_center_crop=False)
         pixels = self.augmentation.pixels(pixels, draws)
@@ -114,19 +117,20 @@ class Augmented:
 
 @dataclass(frozen=True)
 class Plain:
-    """Makes a sample of an evaluation, as the image processor prepares it."""
+    """Turns a decoded image into an evaluation sample, with the image processor alone."""
 
     inputs: ImageInputs
 
     def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
-        """Pixel values and the class."""
+        """Return pixel values and label."""
         return {"pixel_values": self.inputs.pixels(sample["image"]), "labels": sample["labels"]}
 
 
 def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any:
-    """For a model from scratch: the central square, and pixel values from -1 to 1.
+    """Return the image processor for a model from scratch: a central square, with pixel values from -1 to 1.
 
-    The square has 7/8 of the shorter side, as usual for a model that trains on crops, and all of it for other models.
+    The square's side is 7/8 of the image's shorter side, as usual for a model trained on random crops, or the whole
+    shorter side if `smallest_crop` is 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
@@ -143,25 +147,25 @@ def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any
 def open_images(
     options: DataOptions, inputs: ImageInputs, augmentation: Augmentation, progress: Progress = silent
 ) -> TrainingData:
-    """The samples of a classifier."""
+    """Open the training and evaluation samples of an image classifier."""
     return read_images(options, inputs, progress).prepared(Augmented(inputs, augmentation), Plain(inputs))
 
 
 def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -> TrainingData:
-    """Read the sources: all images are decoded once, unless the cache shows that they have been."""
+    """Split the sources into training and held-out images; images that the cache does not know are decoded once."""
     root = Path(expand_home(options.cache))
     training, evaluation, content = [], [], []
-    for source, place in zip(inputs.sources, options.sources, strict=True):
-        contents = digests(source, place.path, root, progress)
-        held_out = [is_held_out(digest, options.held_out) for digest in contents]
+    for source, data_source in zip(inputs.sources, options.sources, strict=True):
+        image_digests = digests(source, data_source.path, root, progress)
+        held_out = [is_held_out(digest, options.held_out) for digest in image_digests]
         parts = [[index for index, held in enumerate(held_out) if held == kind] for kind in (False, True)]
         if not parts[0]:
-            raise RecipeError(f"{place.path} has no images left to train on: add some, or hold less out")
+            raise RecipeError(f"{data_source.path} has no images left to train on: add some, or hold less out")
         training.append(Images(source, parts[0], inputs.channels))
         evaluation.append(Images(source, parts[1], inputs.channels))
-        content.append([place.weight, [(contents[index], source.labels[index]) for index in parts[0]]])
-    for source, place in zip(inputs.evaluation, options.evaluation, strict=True):
-        digests(source, place.path, root, progress)
+        content.append([data_source.weight, [(image_digests[index], source.labels[index]) for index in parts[0]]])
+    for source, data_source in zip(inputs.evaluation, options.evaluation, strict=True):
+        digests(source, data_source.path, root, progress)
         evaluation.append(Images(source, list(range(len(source.labels))), inputs.channels))
     evaluation = [images for images in evaluation if len(images)]
     if not evaluation and (options.held_out or options.evaluation):
@@ -175,5 +179,5 @@ def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -
 
 
 def is_held_out(digest: str, share: float) -> bool:
-    """Whether an image is used for evaluation, decided by its content alone: copies stay together."""
+    """Whether an image is used for evaluation; depends only on its content, so that copies are on the same side."""
     return int(digest[:16], 16) < share * 2**64

@@ -1,4 +1,4 @@
-"""Samples of a denoising training: an image, its class, a time of the diffusion and noise, drawn for each sample."""
+"""Samples of a diffusion training: an image, its class, a diffusion timestep and noise, drawn for each sample."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,33 +9,36 @@ import torch
 from .training_data import Draws, Sample
 
 NO_CLASS = 0.1
-"""The share of samples whose class is hidden from the model, for classifier-free guidance, as in DiT."""
+"""Fraction of training samples whose class label is dropped, for classifier-free guidance, as in DiT."""
 TIMES, NOISE, LATENT_NOISE = "timesteps", "noise", "latent_noise"
-"""In a sample: the time, the noise that is added, and that of a draw from the encoder's distribution."""
+"""Keys of a sample: the timestep, the noise that is added, and the noise that samples the autoencoder's latents."""
 
 
 @dataclass(frozen=True)
 class AddNoise:
-    """Makes a sample of an image: a central square of it, a class, a time and noise.
+    """Turns a decoded image into a diffusion sample: its central square, a class, a timestep and noise.
 
-    A hidden class has the number behind the last class. All draws belong to the sample, and not to the step or the
-    process, so that a resumed run, and any division of a step, gets the same ones.
+    A dropped label has the index `classes`, one after the last class. All random numbers depend on the sample, not on
+    the step or the process, so that a resumed run or another number of processes gets the same ones.
     """
 
     size: int
-    """Pixels along a side."""
+    """Side length of the square, in pixels."""
     shape: tuple[int, int, int]
     """Channels, height and width of the noise."""
     classes: int
+    """Number of classes."""
     times: int
+    """Number of diffusion timesteps."""
     has_latents: bool
+    """Whether the model is trained on latents of an autoencoder, which need noise of their own."""
     trains: bool
-    """Whether classes are hidden."""
+    """Whether samples are for training, in which labels are dropped at random."""
     flips: bool
-    """Whether half of the images are flipped."""
+    """Whether half of the images are mirrored horizontally."""
 
     def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
-        """Pixel values from -1 to 1 (channels, size, size), and the rest."""
+        """Return pixel values from -1 to 1 (channels, size, size), the label, the timestep and noise."""
         from PIL import Image, ImageOps
 
         image = ImageOps.fit(sample["image"], (self.size, self.size), Image.Resampling.BICUBIC)
@@ -43,13 +46,13 @@ class AddNoise:
             image = ImageOps.mirror(image)
         is_hidden = self.trains and draws.random() < NO_CLASS
         values = np.asarray(image, dtype=np.float32).reshape(self.size, self.size, -1) / 127.5 - 1
-        found = {
+        prepared = {
             "pixel_values": torch.from_numpy(values).permute(2, 0, 1).contiguous(),
             "labels": torch.tensor(self.classes) if is_hidden else sample["labels"],
             TIMES: torch.tensor(int(draws.integers(self.times))),
             NOISE: self._noise(draws),
         }
-        return found | ({LATENT_NOISE: self._noise(draws)} if self.has_latents else {})
+        return prepared | ({LATENT_NOISE: self._noise(draws)} if self.has_latents else {})
 
     def _noise(self, draws: Draws) -> torch.Tensor:
         return torch.from_numpy(draws.standard_normal(self.shape, dtype=np.float32))

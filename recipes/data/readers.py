@@ -1,6 +1,6 @@
-"""The files of a data source, and their documents as a stream: no long file or table is in memory as a whole.
+"""Read the documents of a data source as a stream; no long file or table is held in memory as a whole.
 
-A document is an iterable of strings, the parts of its text, read it to its end before you request the next document.
+A document is an iterable of strings, the parts of its text. Exhaust it before you request the next document.
 """
 
 import codecs
@@ -18,36 +18,36 @@ from crosshead.common.plain_text import check_characters, conversation_text, jso
 from ..schema.sections import DataSource
 
 SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
-"""Kind of source -> the files of a folder that belong to it."""
+"""Source kind -> suffix of the files of a folder that belong to the source."""
 BLOCK = 1 << 20
-"""Bytes of a text file read at a time."""
+"""Number of bytes of a text file that are read at a time."""
 ROWS = 256
-"""Rows of a table read at a time."""
+"""Number of rows of a Parquet table that are read at a time."""
 GZIP = b"\x1f\x8b"
-"""The first bytes of a compressed file, never of text."""
+"""Magic number of gzip files; valid text never begins with it."""
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Some editors write it before a text in UTF-8."""
+"""UTF-8 byte order mark, which some editors write at the start of a text file; it is removed."""
 
 Document = Iterable[str]
 Row = tuple[dict[str, Any], str]
-"""Its fields, and where it stands."""
+"""The fields of a row, and its location for error messages."""
 Advance = Callable[[int], None]
-"""Called with the amount that was read: bytes of files, or documents of a Hub dataset."""
+"""Progress callback, called with the amount that was read: bytes of files, or documents of a Hub dataset."""
 
 
 def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[Document]:
-    """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end.
+    """Yield all documents of a source, including empty ones; raise `RecipeError` if the source cannot be read.
 
-    A list of messages is a conversation: the tokenizer's chat template writes it.
+    A list of messages is a conversation, which the tokenizer's chat template renders as text.
     """
     if source.kind == "text":
         for path in source_files(source):
             _check_not_compressed(path)
             yield _text_blocks(path, advance)
     else:
-        for row, place in _rows(source, advance):
-            yield [_document(row, source.column, place, tokenizer)]
+        for row, location in _rows(source, advance):
+            yield [_document(row, source.column, location, tokenizer)]
 
 
 def _rows(source: DataSource, advance: Advance) -> Iterator[Row]:
@@ -73,47 +73,50 @@ def _check_not_compressed(path: Path) -> None:
 
 
 def source_files(source: DataSource) -> list[Path]:
-    """The files of a local source, sorted by name."""
-    place = Path(expand_home(source.path))
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        files, suffix = files_in(place, SUFFIXES[source.kind]), SUFFIXES[source.kind]
+    """Return the files of a local source, sorted by name; raise `RecipeError` if there are none."""
+    root = Path(expand_home(source.path))
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        files, suffix = files_in(root, SUFFIXES[source.kind]), SUFFIXES[source.kind]
         advice = f"no {suffix} file at any depth: name its files by a pattern, such as {source.path}/**/*"
     else:
-        for part in (place, *place.parents):
+        for part in (root, *root.parents):
             if escape(part.name) != part.name:
                 _check_folders(part if part.name == "**" else part.parent)
-        files = sorted(path for path in map(Path, glob(str(place), recursive=True)) if path.is_file())
+        files = sorted(path for path in map(Path, glob(str(root), recursive=True)) if path.is_file())
         advice = "no file there: check the path"
     if not files:
         raise RecipeError(f"the {source.kind} source {source.path} has {advice}")
     return files
 
 
-def expand_home(place: str) -> str:
-    """A path with the home folder for `~`; other paths and names on the Hub stay as they are."""
-    path = os.path.expanduser(place)
+def expand_home(name: str) -> str:
+    """Replace a leading `~` by the home folder; other paths and Hub ids are returned unchanged."""
+    path = os.path.expanduser(name)
     if path.startswith("~"):
-        raise RecipeError(f"{place} begins with the home folder of an unknown user: write the whole path")
+        raise RecipeError(f"{name} begins with the home folder of an unknown user: write the whole path")
     return path
 
 
 def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
-    """The files at any depth whose names end so, sorted; a folder that several links lead to is read once."""
-    paths, seen = list[Path](), set[str]()
+    """Return the files at any depth whose names end with `suffix`, sorted.
+
+    Links are followed; a folder that is reached by several links is read once.
+    """
+    paths, visited = list[Path](), set[str]()
     for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders.sort()
-        if (real := os.path.realpath(root)) in seen:
-            folders.clear()  # also a link to a folder above, which would never end
+        if (real := os.path.realpath(root)) in visited:
+            folders.clear()  # without this, a link to a parent folder would loop forever
             continue
-        seen.add(real)
+        visited.add(real)
         paths += [Path(root, name) for name in names if name.endswith(suffix)]
     return sorted(path for path in paths if path.is_file())
 
 
 def _check_folders(pattern: Path) -> None:
-    """All folders can be listed; `glob` skips the others silently."""
+    """Raise `RecipeError` if a folder that matches the pattern is unreadable: `glob` would skip it silently."""
     for path in filter(os.path.isdir, glob(str(pattern), recursive=True)):
         try:
             os.scandir(path).close()
@@ -128,12 +131,12 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def total_size(source: DataSource) -> int | None:
-    """The bytes of a source's files; None for a Hub dataset, whose size is unknown."""
+    """Return the total size of a source's files in bytes; None for a Hub dataset, whose size is unknown."""
     return None if source.kind == "hub" else sum(path.stat().st_size for path in source_files(source))
 
 
 def source_fingerprint(source: DataSource) -> dict[str, Any]:
-    """Everything that the documents of a source depend on, in JSON types."""
+    """Return everything that determines the documents of a source, in JSON types, as the cache key."""
     content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
     if source.kind == "hub":
         path = expand_home(source.path)
@@ -146,14 +149,14 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
 
 
 def file_states(files: list[Path]) -> list[Any]:
-    """Path, size and modification time of each file."""
+    """Return path, size in bytes and modification time of each file."""
     states = ((path, path.stat()) for path in files)
     return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """`RecipeError` if the system does not allow a file to be read."""
+    """Convert an `OSError` inside the block to a `RecipeError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -166,7 +169,7 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     with _reading(path), path.open("rb") as file:
         while True:
             raw = file.read(BLOCK)
-            begin -= len(decoder.getstate()[0])  # an incomplete character at the end of the block before
+            begin -= len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -191,12 +194,14 @@ def _json_lines(path: Path, advance: Advance) -> Iterator[Row]:
             advance(len(line))
 
 
-def _json_row(line: bytes, place: str) -> Row:
+def _json_row(line: bytes, location: str) -> Row:
     try:
         content = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{place} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines") from None
-    return json_object(content, place, RecipeError), place
+        raise RecipeError(
+            f"{location} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines"
+        ) from None
+    return json_object(content, location, RecipeError), location
 
 
 def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
@@ -229,20 +234,21 @@ def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
         advance(1)
 
 
-def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
-    """The error for a column that a table does not have."""
-    return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
+def missing_column(location: str, column: str, present: Iterable[str]) -> RecipeError:
+    """Return the error for a column that a table does not have."""
+    return RecipeError(f"{location} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
 
 
-def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> str:
-    """The text of a document or conversation, empty for null and for no messages."""
+def _document(row: dict[str, Any], column: str, location: str, tokenizer: Any) -> str:
+    """Return the text of a document or conversation; empty for null and for an empty list of messages."""
     if column not in row:
-        raise missing_column(place, column, row)
+        raise missing_column(location, column, row)
     value = row[column]
     if value is None or value == []:
         return ""
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = conversation_text(tokenizer, value, place, RecipeError).rstrip()  # ends with the end of the last turn
+        # Strip the white space after the last turn, so that the text ends with its end-of-turn token.
+        value = conversation_text(tokenizer, value, location, RecipeError).rstrip()
     if not isinstance(value, str):
-        raise RecipeError(f"{place} has {value!r:.40} in {column!r}, which is not text: choose another column")
-    return check_characters(value, f"{place} in {column!r}", RecipeError)
+        raise RecipeError(f"{location} has {value!r:.40} in {column!r}, which is not text: choose another column")
+    return check_characters(value, f"{location} in {column!r}", RecipeError)

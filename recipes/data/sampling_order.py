@@ -1,8 +1,8 @@
-"""The sampling order of a run: sample n is a function of the seed and n alone.
+"""Sampling order of a run: the choice of sample n depends only on the seed and n.
 
-A run that resumes at sample n, with any number of processes, continues with the samples of an uninterrupted run,
-without reading those before. Each source has its own order in each epoch. After any number of samples, each source has
-had its share, to within one sample.
+A run that resumes at sample n, with any number of processes, continues with the same samples as an uninterrupted run,
+without reading the earlier ones. Each source is shuffled anew in each of its epochs. After any number of samples,
+each source has contributed its share, to within one sample.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ import numpy as np
 from crosshead.common.errors import RecipeError
 
 LONGEST_PERIOD = 100_000
-"""The maximum number of samples after which the order of sources repeats."""
+"""Maximum period, in samples, of the order of sources."""
 ROUNDS = 6
 SMALLEST_HALF = 3
-"""Bits. With fewer bits or rounds, the permutations of a few windows are not equally likely."""
+"""Minimum bits of a Feistel half. With fewer bits or rounds, permutations of few windows are not equally likely."""
 
 
 def shuffled(key: str, count: int, index: int) -> int:
-    """The image of `index` under a permutation of `range(count)` that the key determines.
+    """Return the image of `index` under a pseudorandom permutation of `range(count)` that the key determines.
 
-    A Feistel network permutes the numbers with an even number of bits; it is applied again to results of `count` or
-    more. That takes less than four tries on average, except for a few windows.
+    A Feistel network permutes all numbers with an even number of bits. It is applied again until the result is below
+    `count` (cycle walking): fewer than four times on average, unless `count` is tiny.
     """
     half = max(SMALLEST_HALF, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -42,10 +42,10 @@ def shuffled(key: str, count: int, index: int) -> int:
 
 
 class SourceOrder:
-    """The source of each sample: after any number of samples each source has had its share, to within one.
+    """Deterministic schedule of sources: after any number of samples each source has its share, to within one sample.
 
-    Sample `i` (from 0) of a source with `u` of a period's `p` samples has a release time, `i * p / u` rounded down,
-    and a deadline, `(i + 1) * p / u` rounded up. Earliest deadline first finds a schedule, which always exists.
+    A source has `u` of the `p` samples in a period. Its sample `i` (from 0) has the release time `floor(i * p / u)`
+    and the deadline `ceil((i + 1) * p / u)`. A schedule always exists, and earliest-deadline-first finds it.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -53,7 +53,7 @@ class SourceOrder:
         scale = lcm(*(share.denominator for share in shares))
         units = [int(share * scale) for share in shares]
         self.units = [unit // gcd(*units) for unit in units]
-        """Samples of each source in a period."""
+        """Number of samples of each source in a period."""
         self.period = sum(self.units)
         if self.period > LONGEST_PERIOD:
             raise RecipeError(
@@ -61,7 +61,7 @@ class SourceOrder:
                 f"more than {LONGEST_PERIOD}: give shares that need fewer digits, such as 61.28 and 38.72"
             )
         self._source = np.empty(self.period, np.int32)
-        self._number = np.empty(self.period, np.int32)  # of the source's samples in the period
+        self._number = np.empty(self.period, np.int32)  # index among the source's samples in the period
         waiting, ready = [(0, source) for source in range(len(units))], list[tuple[int, int]]()
         taken = [0] * len(units)
         for index in range(self.period):
@@ -75,21 +75,21 @@ class SourceOrder:
                 heappush(waiting, (taken[source] * self.period // self.units[source], source))
 
     def source(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and the number of its samples before."""
-        periods, place = divmod(index, self.period)
-        source = int(self._source[place])
-        return source, periods * self.units[source] + int(self._number[place])
+        """Return the source of sample `index`, and the number of earlier samples of this source."""
+        periods, offset = divmod(index, self.period)
+        source = int(self._source[offset])
+        return source, periods * self.units[source] + int(self._number[offset])
 
 
 class SampleOrder:
-    """The windows of a run: each source is shuffled in each of its epochs, and sources take turns by weight."""
+    """Order of the windows in a run: sources alternate by weight, and each source is shuffled anew in each epoch."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self._windows, self._seed = list(windows), seed
         self._sources = SourceOrder(weights)
 
     def sample(self, index: int) -> tuple[int, int]:
-        """The source and the window of a sample, counted from 0 over the whole run."""
+        """Return the source and the window of sample `index`, counted from 0 over the whole run."""
         source, draw = self._sources.source(index)
-        epoch, place = divmod(draw, self._windows[source])
-        return source, shuffled(f"{self._seed} {source} {epoch}", self._windows[source], place)
+        epoch, position = divmod(draw, self._windows[source])
+        return source, shuffled(f"{self._seed} {source} {epoch}", self._windows[source], position)

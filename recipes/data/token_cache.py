@@ -1,15 +1,15 @@
-"""The cache of tokenised sources: an atomic folder for each source and settings, mapped into memory.
+"""Cache of tokenised sources: one memory-mapped folder per source and settings, written atomically.
 
-    <digest>/              named by a fingerprint of the source's files, the tokenizer and the share held out
-      training.tokens      all tokens of the documents to train on, with a separator after each document
-      training.ends        the end of each of these documents, after its separator: int64
+    <digest>/              named by a fingerprint of the source's files, the tokenizer and the held-out fraction
+      training.tokens      all tokens of the training documents, with a separator after each document
+      training.ends        the end offset of each training document, after its separator: int64
       held_out.*           the same for the documents to evaluate on
       cache.json           the fingerprint, and the sizes of the files
     <digest>.lock          held by the process that tokenises, while others wait
-    .<digest>.*.partial/   files in writing, or those of a killed process, which the next one removes
+    .<digest>.*.partial/   files being written, or left by a killed process: the next process removes them
 
-On a disk without locks each process tokenises for itself, and the first to finish publishes its folder.
-Files are not synced. After a power cut a folder may be too short: it is then made again.
+On a file system without locks each process tokenises for itself, and the first to finish publishes its folder.
+Files are not synced: after a power failure, a file may be too short, and the folder is then rebuilt.
 """
 
 import json
@@ -33,27 +33,27 @@ from .readers import documents, source_fingerprint, total_size
 from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
 
 FORMAT = 3
-"""Incremented when the same settings give other files."""
+"""Version of the cache format; increment it when unchanged settings produce different files."""
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
 
 OnTokens = Callable[[int, int | None], object]
-"""Called with the tokenised amount and, if known, the total: bytes of files, or documents of a Hub dataset."""
+"""Progress callback with the tokenised amount and, if known, the total: bytes, or documents of a Hub dataset."""
 
 logger = logging.getLogger(__name__)
 
 
 class TokenStream:
-    """The documents of one part of a cache, one after the other, mapped into memory."""
+    """The concatenated documents of one part of a cache (training or held-out), memory-mapped."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype[Any]) -> None:
         self._place = folder, part, dtype
         self.tokens: Tokens = _mapped(folder / f"{part}.tokens", dtype)
         self.ends: Tokens = _mapped(folder / f"{part}.ends", POSITION)
-        """The end of each document, after its separator."""
+        """End offset of each document in `tokens`, after its separator."""
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Any, ...]]:
-        """Other processes map the files themselves; pickling the mapping would copy its content."""
+        """Pickle only the path: another process maps the files itself instead of receiving a copy of their content."""
         return TokenStream, self._place
 
 
@@ -66,7 +66,7 @@ class TokenCache:
     parts: dict[str, PartRecord]
 
     def stream(self, part: str) -> TokenStream:
-        """The documents to train on, or the held-out ones."""
+        """Return the training or the held-out documents; `part` is one of `PARTS`."""
         return TokenStream(self.folder, part, self.dtype)
 
 
@@ -77,21 +77,21 @@ def open_cache(
     root: Path,
     progress: OnTokens = lambda done, total: None,
 ) -> TokenCache:
-    """The tokens of a source, from the folder in `root` or written there."""
+    """Open the cached tokens of a source in the cache folder `root`; tokenise the source first if necessary."""
     try:
         key = {"format": FORMAT, "source": source_fingerprint(source), "encoder": encoder.fingerprint()}
         key |= {"held_out": held_out}
     except OSError as error:
         raise RecipeError(f"{source.path} cannot be read: {error.strerror}") from error
     folder = root / blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    found = _complete(folder, encoder)
-    if found is not None:
-        return found
+    cached = _complete(folder, encoder)
+    if cached is not None:
+        return cached
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{folder.name}.lock") as is_locked:
             if is_locked:
-                for partial in root.glob(f".{folder.name}.*partial"):  # of a killed process
+                for partial in root.glob(f".{folder.name}.*partial"):  # left by a killed process
                     shutil.rmtree(partial)
             return _complete(folder, encoder) or _build(folder, key, source, encoder, held_out, progress)
     except OSError as error:
@@ -99,7 +99,7 @@ def open_cache(
 
 
 def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
-    """The folder's cache, if its files have the recorded sizes."""
+    """Return the cache in the folder if its files have the recorded sizes, otherwise None."""
     try:
         content = json.loads((folder / RECORD).read_bytes())
         parts = {name: PartRecord(**content["parts"][name]) for name in PARTS}
@@ -138,9 +138,9 @@ def _build(
             raise RecipeError(f"the {source.kind} source {source.path} is empty: it has no text")
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}
         (partial / RECORD).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        if folder.exists():  # damaged; or of another process, on a disk without locks
-            if found := _complete(folder, encoder):
-                return found
+        if folder.exists():  # damaged, or published by another process on a file system without locks
+            if cached := _complete(folder, encoder):
+                return cached
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:
@@ -150,7 +150,7 @@ def _build(
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Lock a file until the block or the process ends; false on a disk without locks."""
+    """Lock a file until the block or the process ends; yield False on a file system without locks."""
     with path.open("a") as file:
         try:
             is_locked = lock_file(file, path.parent)

@@ -1,4 +1,4 @@
-"""Tokenises documents to disk: a file of all tokens, and a file of the ends of documents."""
+"""Tokenise documents to disk: one file with all tokens, and one with the end offsets of the documents."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,11 @@ from crosshead.common.errors import RecipeError
 from .readers import Document
 
 PIECE = 1 << 18
-"""Characters: a longer document is tokenised in pieces, cut at the end of a line, where a token may differ."""
+"""Maximum characters tokenised as one text. A longer document is cut at ends of lines, where tokens may differ."""
 BATCH = 1 << 21
-"""Characters that are tokenised at a time."""
+"""Number of characters that are tokenised in one call."""
 BEGINNING = 60
-"""Characters of a document that an error quotes."""
+"""Number of characters of a document that an error message quotes."""
 TRAINING, HELD_OUT = "training", "held_out"
 PARTS = (TRAINING, HELD_OUT)
 
@@ -29,18 +29,18 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class PartRecord:
-    """The content of one part of a cache."""
+    """Size and digest of one part of a cache (training or held-out)."""
 
     documents: int
     tokens: int
-    """Separators included."""
+    """Number of tokens, separators included."""
     digest: str
-    """Of the tokens and of the ends of documents."""
+    """Digest of the tokens and of the end offsets of the documents."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document."""
+    """A part of a document that is tokenised on its own; `first` and `last` mark its position in the document."""
 
     text: str
     first: bool
@@ -48,7 +48,7 @@ class Piece:
 
 
 def pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """All documents, cut into pieces that do not depend on the parts in which a document was read."""
+    """Cut all documents into pieces, independently of the blocks in which they were read; skip empty documents."""
     for document in documents:
         pending, first = "", True
         for text in document:
@@ -63,7 +63,7 @@ def pieces(documents: Iterable[Document]) -> Iterator[Piece]:
 
 
 def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups of about `BATCH` characters."""
+    """Group pieces into batches of about `BATCH` characters."""
     batch: list[Piece] = []
     size = 0
     for piece in stream:
@@ -77,11 +77,11 @@ def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 class LongDocumentError(RecipeError):
-    """One document is longer than `max_tokens`."""
+    """A single document is longer than `max_tokens`."""
 
 
 class TokenEncoder:
-    """A copy of a tokenizer, whose tokens are checked against the model's vocabulary."""
+    """A copy of a tokenizer that checks each token id against the model's vocabulary size."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         separator = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -91,24 +91,24 @@ class TokenEncoder:
             )
         self.tokenizer = tokenizer
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        content |= {"truncation": None, "padding": None}  # settings of its last call
+        content |= {"truncation": None, "padding": None}  # reset the settings of the tokenizer's last call
         self._text, self._vocabulary = json.dumps(content), vocabulary
         self._tokenizer = Tokenizer.from_str(self._text)
         self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         self.separator = self._checked([separator])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the tokens of a text depend on."""
+        """Return everything that determines the tokens of a text, in JSON types."""
         parts = [self._text, self.tokenizer.chat_template]
         if self.tokenizer.chat_template:
-            parts.append(self.tokenizer.special_tokens_map)  # which a template may write
+            parts.append(self.tokenizer.special_tokens_map)  # a chat template may use special tokens
         digest = blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
         return {"tokenizer": digest, "separator": int(self.separator[0]), "vocabulary": self._vocabulary}
 
     def encode(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of each text, without special tokens at its beginning or end."""
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # twice as fast as with offsets
-        return [self._checked(each.ids) for each in encoded]
+        """Return the token ids of each text, without special tokens at its beginning or end."""
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # no offsets: twice as fast
+        return [self._checked(encoding.ids) for encoding in encoded]
 
     def _checked(self, tokens: list[int]) -> Tokens:
         check_vocabulary(tokens, self._vocabulary)
@@ -116,7 +116,7 @@ class TokenEncoder:
 
 
 def check_vocabulary(tokens: list[int], vocabulary: int) -> None:
-    """`RecipeError` for a token that the model does not have."""
+    """Raise `RecipeError` if a token id is not in the model's vocabulary."""
     if max(tokens, default=0) >= vocabulary:
         raise RecipeError(
             f"the tokenizer has the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: use "
@@ -125,7 +125,7 @@ def check_vocabulary(tokens: list[int], vocabulary: int) -> None:
 
 
 class PartWriter:
-    """Writes one part of a cache."""
+    """Writes the files of one part of a cache (training or held-out)."""
 
     def __init__(self, folder: Path, name: str, separator: Tokens, stack: ExitStack) -> None:
         self._tokens = stack.enter_context((folder / f"{name}.tokens").open("wb"))
@@ -134,7 +134,7 @@ class PartWriter:
         self.tokens = self.documents = 0
 
     def write(self, tokens: Tokens) -> None:
-        """Add tokens to the current document."""
+        """Append tokens to the current document."""
         raw = tokens.tobytes()
         self._tokens.write(raw)
         self._digest.update(raw)
@@ -142,7 +142,7 @@ class PartWriter:
         self._last = tokens[-1:]
 
     def end_document(self) -> None:
-        """Add the separator, which a conversation may have as its last token, and record the end."""
+        """Append the separator unless the document ends with it (as conversations may), and record the end offset."""
         if not np.array_equal(self._last, self._separator):
             self.write(self._separator)
         end = np.int64(self.tokens).tobytes()
@@ -151,7 +151,7 @@ class PartWriter:
         self.documents += 1
 
     def record(self) -> PartRecord:
-        """The content of the part."""
+        """Return the size and digest of the part."""
         return PartRecord(self.documents, self.tokens, self._digest.hexdigest())
 
 
@@ -163,9 +163,10 @@ def write_tokens(
     folder: Path,
     report: Callable[[], None],
 ) -> dict[str, PartRecord]:
-    """Write both parts of a cache into a folder; calls `report` after each batch.
+    """Tokenise documents, and write both parts of a cache into a folder; call `report` after each batch.
 
-    Reading stops after the document that reaches `limit`; a document that alone is longer is an error.
+    Reading stops after the document that reaches `limit` tokens. A single document with more tokens than that raises
+    `LongDocumentError`.
     """
     with ExitStack() as stack:
         parts = {name: PartWriter(folder, name, encoder.separator, stack) for name in PARTS}
@@ -182,7 +183,7 @@ def write_tokens(
                 )
             if piece.last:
                 part.end_document()
-                if limit is not None and sum(each.tokens for each in parts.values()) >= limit:
+                if limit is not None and sum(writer.tokens for writer in parts.values()) >= limit:
                     break
     return {name: part.record() for name, part in parts.items()}
 
@@ -196,5 +197,5 @@ def _encoded(
 
 
 def is_held_out(beginning: str, share: float) -> bool:
-    """Whether a document is used for evaluation, decided by its first piece alone."""
+    """Whether a document is used for evaluation; depends only on its first piece, so that copies stay together."""
     return int.from_bytes(blake2b(beginning.encode(), digest_size=8).digest(), "big") < share * 2**64

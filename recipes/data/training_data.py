@@ -1,11 +1,11 @@
-"""The training and evaluation data of a run: windows of tokens, in sampling order.
+"""Training and evaluation data of a run: windows of tokens, in sampling order.
 
-Windows are cut from the documents of a source one after the other. A document that is longer than the rest of its
-window continues in the next one. The first token of a window is not predicted, nor is, with separate documents, the
-first token of any document. The tokens after the last whole window are left out.
+The documents of a source are concatenated and cut into windows of equal length, so that a document may continue in the
+next window. The first token of a window is not predicted, nor, with `separate_documents`, the first token of any
+document. The tokens after the last whole window are dropped.
 
-The library separates documents by their positions alone, and only without an attention mask and with
-`use_cache=False`: with a cache, attention would cross documents silently.
+transformers detects packed documents by their `position_ids`, and only without an attention mask and with
+`use_cache=False`: with a cache, tokens would silently attend to other documents.
 """
 
 import json
@@ -30,13 +30,13 @@ from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
 
 NOT_PREDICTED = -100
-"""The label of a token without a loss."""
+"""Label of a token that has no loss."""
 
 Sample = dict[str, torch.Tensor]
 
 
 class Windows(Dataset[Sample]):
-    """The windows of one source, in the order of its documents."""
+    """The windows (training sequences) of one source, in document order."""
 
     def __init__(self, stream: TokenStream, length: int, separate_documents: bool) -> None:
         self._stream, self._length, self._separate = stream, length, separate_documents
@@ -57,14 +57,14 @@ class Windows(Dataset[Sample]):
         return sample
 
     def _starts(self, begin: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The starts of documents in a window; a document that continues from the window before starts at 0."""
+        """Return the offsets in a window at which documents start; a continued document counts as starting at 0."""
         ends = self._stream.ends
         inside = ends[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, begin + self._length)]
         return np.concatenate([[0], inside - begin])
 
 
 class RunSamples(Dataset[Sample]):
-    """All samples of a run, over all its epochs: to be read in order, never shuffled."""
+    """All samples of a run, over all its epochs, in sampling order: the data loader must not shuffle them."""
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float], seed: int, count: int) -> None:
         self._sources, self._count = sources, count
@@ -79,13 +79,13 @@ class RunSamples(Dataset[Sample]):
 
 
 Draws = np.random.Generator
-"""The random draws for one sample."""
+"""Random generator of one sample."""
 Prepare = Callable[[Sample, Draws], Sample]
-"""Changes a sample by random draws."""
+"""Function that turns a sample into another one with the random generator of the sample."""
 
 
 class Prepared(Dataset[Sample]):
-    """Samples that are changed at random: the draws for sample n follow from a key and n alone."""
+    """Samples with a random transformation, whose generator for sample n is seeded by a key and n alone."""
 
     def __init__(self, samples: Any, prepare: Prepare, key: str) -> None:
         self._samples, self._prepare, self._key = samples, prepare, key
@@ -100,31 +100,34 @@ class Prepared(Dataset[Sample]):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The samples of all sources: with text, windows of tokens."""
+    """Training and evaluation samples of all sources: windows of tokens, or images."""
 
     sources: tuple[Any, ...]
     weights: tuple[float, ...]
     evaluation: Dataset[Sample] | None
     fingerprint: str
-    """Equal if the same seed gives the same samples."""
+    """Digest of the training data: with an equal fingerprint, the same seed gives the same samples."""
     prepare: Prepare | None = None
-    """The change of each sample."""
+    """Random transformation of each training sample, such as augmentation or masking."""
 
     def samples(self, count: int, seed: int) -> Dataset[Sample]:
-        """The samples of a run."""
-        found = RunSamples(self.sources, self.weights, seed, count)
-        return found if self.prepare is None else Prepared(found, self.prepare, f"training {seed}")
+        """Return the first `count` training samples of a run with this seed."""
+        samples = RunSamples(self.sources, self.weights, seed, count)
+        return samples if self.prepare is None else Prepared(samples, self.prepare, f"training {seed}")
 
     def prepared(self, prepare: Prepare, evaluation: Prepare | None = None) -> "TrainingData":
-        """The same data with changed samples; for evaluation, by default in the same way, and equal for all seeds."""
-        found = self.evaluation
-        if found is not None:
-            found = Prepared(found, evaluation or prepare, "evaluation")
-        return replace(self, prepare=prepare, evaluation=found)
+        """Return the same data with a random transformation, the same for all seeds in evaluation.
+
+        `evaluation` is the transformation of evaluation samples, by default `prepare`.
+        """
+        samples = self.evaluation
+        if samples is not None:
+            samples = Prepared(samples, evaluation or prepare, "evaluation")
+        return replace(self, prepare=prepare, evaluation=samples)
 
 
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:
-    """Open the sources, tokenised if they are not cached; `vocabulary` is the model's number of tokens."""
+    """Open the text sources, and tokenise those that are not cached; `vocabulary` is the model's vocabulary size."""
     encoder = TokenEncoder(tokenizer, vocabulary)
     root = Path(expand_home(options.cache))
 
@@ -136,8 +139,8 @@ def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: P
 
     caches = [cached(source, options.held_out) for source in options.sources]
     training = [windows(cache, TRAINING) for cache in caches]
-    for source, cache, found in zip(options.sources, caches, training, strict=True):
-        if not len(found):
+    for source, cache, source_windows in zip(options.sources, caches, training, strict=True):
+        if not len(source_windows):
             raise RecipeError(
                 f"{source.path} has {cache.parts[TRAINING].tokens} tokens to train on, too few for one window of "
                 f"length={options.length}: add text, or use a shorter length or hold less out"

@@ -1,1 +1,1 @@
-"""The size, work and memory of a run, without running it."""
+"""Parameter counts, FLOPs and GPU memory of a run, estimated without running it."""

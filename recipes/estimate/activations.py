@@ -1,10 +1,10 @@
-"""Bytes that the forward pass saves for the backward pass, without building the model.
+"""Estimate of activation memory: bytes saved by the forward pass for the backward pass, without the full model.
 
-Autograd reports what it saves on copies of the model with all layers, heads, experts and mechanisms, but narrow widths
-and short texts. A layer saves bytes for each token, which grow linearly with each width of the model, and bytes for
-each pair of tokens if its attention materialises the weights. A few small copies determine these coefficients.
-Models other than decoders are measured at their full length, since that of a T5's decoder follows from the encoder's.
-Those with stages, which have a width for each stage, are measured as they are.
+The sizes of the tensors that autograd saves are measured on small copies of the model: all layers, heads, experts and
+mechanisms, but narrow widths and short sequences. A layer saves bytes per token, which grow linearly with each width,
+and bytes per pair of tokens if its attention materialises the weights. A few small copies determine these
+coefficients. Models other than decoders are measured at their full length, since the length of T5's decoder follows
+from its encoder's. Models with stages, which have a width per stage, are measured at full size.
 """
 
 from collections.abc import Callable
@@ -29,43 +29,47 @@ from ..trainer.parameters import set_trainable
 
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_ff", "embedding_size")
 NARROW = 16
-"""The smallest width that every kernel supports."""
+"""Minimum width that every kernel supports."""
 LENGTHS = (8, 16, 24)
 VOCABULARY = 16
 LAYERS = (GradientCheckpointingLayer, AlbertLayerGroup)
-"""The library's classes of layers."""
+"""Base classes of transformer layers in transformers."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run's computation."""
+    """Dtypes of a run's computation."""
 
     weights: torch.dtype
-    """dtype of the weights outside autocast."""
+    """Dtype of the weights outside autocast."""
     autocast: bool
-    """Whether matrix products are in bfloat16, for any dtype of the weights."""
+    """Whether bfloat16 autocast is on: matrix products in bfloat16, whatever the dtype of the weights."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for the sequences of one micro batch."""
+    """Bytes of saved activations for one micro batch."""
 
     layers: tuple[int, ...]
+    """Bytes that each layer saves."""
     inputs: int
     """Bytes of the inputs of all layers."""
     outside: int
-    """Before and after the layers, without logits."""
+    """Bytes saved before and after the layers, without logits."""
 
     def total(self, checkpointed: bool) -> int:
-        """At the end of the forward pass; `checkpointed`, the inputs of layers and one whole layer."""
+        """Return the bytes at the end of the forward pass.
+
+        With activation checkpointing (`checkpointed`), these are the inputs of all layers and one recomputed layer.
+        """
         if checkpointed:
             return self.inputs + max(self.layers) + self.outside
         return sum(self.layers) + self.outside
 
 
 def activations(config: Any, train: TrainOptions, data: DataOptions, precision: Precision) -> Activations:
-    """The activations of a model with this configuration."""
-    rows = min(2, train.micro_batch)  # a single sequence is copied in places where several are not
+    """Estimate the activations of a decoder with this configuration."""
+    rows = min(2, train.micro_batch)  # batch size 1 saves more per sequence: some operations copy only then
     narrow = _narrow(config)
     token, pair, residual = _coefficients(narrow, train, data, precision, rows)
 
@@ -80,43 +84,46 @@ def activations(config: Any, train: TrainOptions, data: DataOptions, precision: 
 
 
 def activations_at_length(config: Any, recipe: Recipe, precision: Precision) -> Activations:
-    """The activations of a model that is no decoder, for the samples of the recipe's objective."""
+    """Estimate the activations of a model other than a decoder, for samples of the recipe's objective."""
     objective, kind = objective_of(recipe), getattr(transformers, recipe.objective.auto_class)
     rows = min(2, recipe.train.micro_batch)
 
-    def saved(each: Any) -> tuple[torch.Tensor, int]:
+    def saved(variant: Any) -> tuple[torch.Tensor, int]:
         with torch.random.fork_rng(devices=[]):
-            model = set_trainable(kind.from_config(deepcopy(each), dtype=precision.weights).train(), recipe.train)
-            found, inputs = _saved(model, objective.example(each, rows), precision.autocast)
-        return torch.tensor(found, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
+            model = set_trainable(kind.from_config(deepcopy(variant), dtype=precision.weights).train(), recipe.train)
+            sizes, inputs = _saved(model, objective.example(variant, rows), precision.autocast)
+        return torch.tensor(sizes, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
 
     has_stages = isinstance(config.num_attention_heads, list | tuple)
     narrow = config if has_stages else _narrow(config)
-    least, inputs = saved(narrow)
-    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - least)
-    total = (least + slopes) / rows * recipe.train.micro_batch
+    narrow_bytes, inputs = saved(narrow)
+    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - narrow_bytes)
+    total = (narrow_bytes + slopes) / rows * recipe.train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
     scale = recipe.train.micro_batch / rows * config.hidden_size / narrow.hidden_size
     return Activations(tuple(layers), round(inputs * scale), outside)
 
 
 def _slopes(config: Any, narrow: Any, growth: Callable[[Any], torch.Tensor]) -> Any:
-    """What the widths of a model add to its narrow copy; `growth` is that of a copy with one width doubled."""
-    more: Any = 0.0
+    """Return the bytes that the model's real widths add to its narrow copy, by linear extrapolation.
+
+    `growth` returns the bytes that a copy with one doubled width adds to the narrow copy.
+    """
+    extra: Any = 0.0
     for name in WIDTHS:
         width = getattr(config, name, None)
         if width:
-            least = getattr(narrow, name)
+            narrow_width = getattr(narrow, name)
             wider = deepcopy(narrow)
-            setattr(wider, name, 2 * least)
-            more = more + growth(wider) / least * (width - least)
-    return more
+            setattr(wider, name, 2 * narrow_width)
+            extra = extra + growth(wider) / narrow_width * (width - narrow_width)
+    return extra
 
 
 def _narrow(config: Any) -> Any:
-    """The configuration with the same heads, and everything else small."""
+    """Return a copy of the configuration with the same layers and heads, small widths and a small vocabulary."""
     small = deepcopy(config)
-    if DECODERS in getattr(config, "auto_classes", (DECODERS,)):  # of others, it follows from the hidden size
+    if DECODERS in getattr(config, "auto_classes", (DECODERS,)):  # other models derive it from the hidden size
         small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in WIDTHS:
         if getattr(config, name, None):
@@ -129,29 +136,32 @@ def _narrow(config: Any) -> Any:
 def _coefficients(
     config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-    """Bytes of each layer, and last of all outside of layers, for a token and for a pair; the dtype between layers."""
-    found = []
+    """Return bytes per token and per pair of tokens (layers + 1 each), and the dtype of the hidden states.
+
+    The last element is for everything outside of the layers.
+    """
+    results = []
     with torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
         model = set_trainable(model, train)
         for length in LENGTHS:
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
-            if data.separate_documents:  # two of them
+            if data.separate_documents:  # two documents per window
                 inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
-            found.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
-    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in found)
+            results.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
+    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in results)
     step = LENGTHS[1] - LENGTHS[0]
     pair = (long - 2 * middle + short) / (2 * step**2)
     token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
-    return token, pair, found[0][1][0].dtype
+    return token, pair, results[0][1][0].dtype
 
 
 def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[list[int], list[torch.Tensor]]:
-    """Bytes that each layer saves and, last, all that is outside of layers; and the input of each layer."""
+    """Run a forward pass; return the bytes saved by each layer and, last, outside of layers, and the layer inputs."""
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
     marks: list[int] = []
-    read: list[torch.Tensor] = []
+    layer_inputs: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -164,7 +174,7 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
 
     def before(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         mark()
-        read.append(arguments[0])
+        layer_inputs.append(arguments[0])
 
     with ExitStack() as hooks:
         for layer in model_layers(model):
@@ -175,9 +185,9 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
     mark()
     *bounds, total = marks
     layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
-    return [*layers, total - sum(layers)], read
+    return [*layers, total - sum(layers)], layer_inputs
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, also in peft's wrapper."""
+    """Return the transformer layers of a model, which may be in peft's wrapper."""
     return [module for module in model.modules() if isinstance(module, LAYERS)]

@@ -1,4 +1,4 @@
-"""The size, FLOPs and memory of the training of a diffusion transformer, without activations."""
+"""Parameter counts, FLOPs and GPU memory of training a diffusion transformer; activations are not estimated."""
 
 import torch
 
@@ -13,7 +13,7 @@ from .memory import ALONE, COPIES, FLOAT32, MOMENTS, Memory, Sharding
 
 
 def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, int], dict[str, int], Memory]:
-    """For the objective `noise`: the size of each trained parameter, parameters and FLOPs, and the memory."""
+    """Return the size of each trained parameter, the counts of parameters and FLOPs, and the memory per GPU."""
     if sharding.kind not in (ALONE, COPIES):
         raise RecipeError(f"the objective {recipe.objective.name} is not possible with {sharding.kind}")
     objective, config = objective_of(recipe), model_config(recipe.model.config or {}, recipe.objective)
@@ -23,10 +23,14 @@ def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, in
     flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
     counted = parameter_counts(model)
     stored = counted["parameters"]
-    kept = {name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad}
-    trained = {name: part.numel() for name, part in kept.items()}
+    parameters = {
+        name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad
+    }
+    trained = {name: part.numel() for name, part in parameters.items()}
     total = sum(trained.values()) * FLOAT32
-    in_half = sum(part.numel() for part in kept.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
+    in_half = (
+        sum(part.numel() for part in parameters.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
+    )
     return (
         trained,
         {

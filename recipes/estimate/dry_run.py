@@ -1,4 +1,4 @@
-"""The size, FLOPs and memory of a run, without loading a model or reading a text."""
+"""`crosshead train --dry-run`: size, FLOPs and GPU memory of a run, without loading a model or reading data."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .diffusion import diffusion_estimate
 from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
-"""Sources of sizes."""
+"""Values of the report's `counted_from` and `teacher_counted_from`: the source of the model's sizes."""
 LABELS = {
     "parameters": "parameters",
     "trainable_parameters": "  trainable",
@@ -68,7 +68,7 @@ FIGURE = 22
 
 
 def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
-    """The report, for scripts and for `dry_run_lines`."""
+    """Return the report as a JSON object, which `dry_run_lines` formats."""
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
     if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
@@ -83,8 +83,8 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         trained = set_trainable(on_meta(config), recipe.train).named_parameters()
         sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
-        found = memory(recipe, config, sharding, teacher)
-    return _report(recipe, sharding, sizes, counts, found, counted_from, teacher_from)
+        memory_per_gpu = memory(recipe, config, sharding, teacher)
+    return _report(recipe, sharding, sizes, counts, memory_per_gpu, counted_from, teacher_from)
 
 
 def _report(
@@ -96,7 +96,7 @@ def _report(
     counted_from: str,
     teacher_from: str | None,
 ) -> dict[str, Any]:
-    """`sizes` are those of the trained parameters."""
+    """Assemble the report; `sizes` are the numbers of elements of the trained parameters, by name."""
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
@@ -121,7 +121,7 @@ def _report(
 
 
 def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
-    """Parameters, FLOPs and, of a decoder, the KV cache."""
+    """Return parameters, FLOPs and, for a decoder, KV-cache bytes per token, for a classifier, its classes."""
     unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
     if recipe.objective.auto_class in (DECODERS, CLASSIFIERS):
         is_decoder = recipe.objective.auto_class == DECODERS
@@ -140,7 +140,7 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
 
 
 def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """The number of parameters, the highest learning rate and the weight decay of the model and of mechanisms."""
+    """Return parameter count, peak learning rate and weight decay of the stock model and of the mechanisms."""
     train = recipe.train
     mechanisms = sum(size for name, size in sizes.items() if is_mechanism(name))
     settings = {
@@ -152,62 +152,63 @@ def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, 
 
 
 def _model(recipe: Recipe) -> tuple[Any, str]:
-    """The configuration of the model to train, and its source."""
+    """Return the configuration of the model to train, and its source (`CONFIG` or `RECIPE`)."""
     path, expected = recipe.model.path, recipe.model.config
     is_replaced = getattr(recipe.objective, "new_classifier", False)
     if expected is not None and (path is None or not Path(path).exists()):
-        found, where = model_config(expected, recipe.objective), RECIPE
+        config, source = model_config(expected, recipe.objective), RECIPE
     else:
-        found, where = load_config(str(path), "model.path"), CONFIG
-        check_model_type(found.model_type, recipe.objective)
+        config, source = load_config(str(path), "model.path"), CONFIG
+        check_model_type(config.model_type, recipe.objective)
         if expected is not None:
-            wanted = model_config(expected, recipe.objective)
+            expected_config = model_config(expected, recipe.objective)
             if is_replaced:
-                found.num_labels = wanted.num_labels
-            check_expected(found, wanted)
-        own = CONFIGS.get(f"crosshead_{found.model_type}")
-        if own is not None and DECODERS not in own.auto_classes:
-            found = own.from_dict(found.to_dict())  # a stock model, counted as ours without mechanisms
-    is_new = recipe.objective.auto_class == CLASSIFIERS and (where == RECIPE or is_replaced)
+                config.num_labels = expected_config.num_labels
+            check_expected(config, expected_config)
+        config_class = CONFIGS.get(f"crosshead_{config.model_type}")
+        if config_class is not None and DECODERS not in config_class.auto_classes:
+            # Count a stock model as a crosshead model without mechanisms.
+            config = config_class.from_dict(config.to_dict())
+    is_new = recipe.objective.auto_class == CLASSIFIERS and (source == RECIPE or is_replaced)
     if is_new and CLASS_COUNT not in (expected or {}):
-        found.num_labels = len(_class_folders(recipe)) or found.num_labels
-    if hasattr(found, "auto_classes"):
-        found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]
-    return found, where
+        config.num_labels = len(_class_folders(recipe)) or config.num_labels
+    if hasattr(config, "auto_classes"):
+        config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
+    return config, source
 
 
 def _class_folders(recipe: Recipe) -> set[str]:
-    """The names of the classes in folders of images; empty where they are not on this machine."""
-    places = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
-    found = [path for place in places if place.is_dir() for path in place.iterdir()]
-    return {path.name for path in found if path.is_dir() and not path.name.startswith(".")}
+    """Return the class names of the image folders in the recipe; empty if the folders are not on this machine."""
+    folders = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return {path.name for path in paths if path.is_dir() and not path.name.startswith(".")}
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
-    """The teacher, and the source of its configuration."""
+    """Return the teacher's sizes and the source of its configuration; None for both without a teacher."""
     name = recipe.distillation.teacher if recipe.distillation else None
     if name is None:
         return None, None
     if kind == ZERO3:
         raise RecipeError(TEACHER_WITH_ZERO3)
     if Path(name).exists():
-        found, where = load_config(name, "distillation.teacher"), CONFIG
+        teacher_config, source = load_config(name, "distillation.teacher"), CONFIG
     else:
-        found, where = deepcopy(config), SOURCE
-        found.mixers, found.dtype = {}, torch.bfloat16
-    dtype = found.dtype or torch.get_default_dtype()
-    with _counting(found, f"distillation.teacher={name}"):
-        return Teacher(on_meta(found).num_parameters(), found.vocab_size, dtype.itemsize), where
+        teacher_config, source = deepcopy(config), SOURCE
+        teacher_config.mixers, teacher_config.dtype = {}, torch.bfloat16
+    dtype = teacher_config.dtype or torch.get_default_dtype()
+    with _counting(teacher_config, f"distillation.teacher={name}"):
+        return Teacher(on_meta(teacher_config).num_parameters(), teacher_config.vocab_size, dtype.itemsize), source
 
 
 @contextmanager
 def _counting(config: Any, name: str) -> Iterator[None]:
-    """`RecipeError` if no model can be built from a configuration, or one of an unsupported family."""
+    """Convert errors while a model is built or run on the meta device to a `RecipeError`."""
     try:
         yield
     except (RecipeError, ImportError):
         raise
-    except Exception as error:  # modules of other names or types
+    except Exception as error:  # unsupported families have modules of other names or types
         if f"crosshead_{config.model_type.removeprefix('crosshead_')}" in CONFIGS:
             raise RecipeError(f"{name}: {one_line(error)}") from error
         raise RecipeError(
@@ -217,7 +218,7 @@ def _counting(config: Any, name: str) -> Iterator[None]:
 
 
 def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table, with notes."""
+    """Format the report as a table, followed by notes."""
     if report["counted_from"] == RECIPE and report["model"] is not None:
         yield f"{report['model']} does not exist: counted from model.config"
         if report["convert"]:
@@ -241,7 +242,7 @@ def _count(number: int) -> str:
 
 
 def _bytes(size: int) -> str:
-    """In the largest unit that gives a number of at least 1."""
+    """Format a size in the largest unit in which it is at least 1."""
     power = min(3, max(0, size.bit_length() - 1) // 10)
     return f"{size / 1024**power:,.2f} {UNITS[power]}"
 
@@ -252,10 +253,10 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     for part, settings in report["optimizer"].items():
         rate, decay = (f"{settings[key]:g}" for key in ("learning_rate", "weight_decay"))
         yield f"AdamW trains the {part} with a learning rate of at most {rate} and a weight decay of {decay}."
-    more = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
-    more += ["the teacher's work"] if report["teacher_counted_from"] else []
-    if more:
-        yield f"FLOPs leave out {' and '.join(more)}."
+    omitted = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
+    omitted += ["the teacher's work"] if report["teacher_counted_from"] else []
+    if omitted:
+        yield f"FLOPs leave out {' and '.join(omitted)}."
     if "kv_bytes_per_token" in report:
         yield f"The KV cache is that of the trained model in {report['dtype']}."
     if not report["memory_per_gpu"]["activations"]:

@@ -1,18 +1,18 @@
-"""The memory of each GPU during a training, in bytes, for a file of `accelerate launch --config_file`.
+"""Estimate of the memory per GPU during training, in bytes, for a configuration of `accelerate launch --config_file`.
 
-Exact: weights, gradients, Adam's two moments and averaged weights in float32, of which a shard has its part. DeepSpeed
-with bfloat16 has gradients and a second set of weights in bfloat16.
+Exact: weights, gradients, Adam's two moments and averaged weights in float32, divided among the GPUs if sharded.
+DeepSpeed with bfloat16 has its gradients and a second set of weights in bfloat16.
 
 Estimates:
-- working copies of weights. In bfloat16 and without shards, one of every matrix except those of experts. With FSDP2,
-  the tensors that are gathered at a time: the head and its gradient, two layers, the gradient of one. With DeepSpeed,
-  the maximum of live parameters by its defaults, and its bucket of gradients.
-- with a copy on each GPU, the buckets in which gradients are sent.
-- activations, which `activations.py` measures on small copies.
-- the logits of a micro batch: in the dtype of the model, in float32, and their logarithms; a teacher's logits, and
-  copies to compare.
+- working copies of weights. With bfloat16 autocast and no sharding: a copy of every matrix, without those of experts.
+  With FSDP2: the tensors that are gathered at the same time, which are the head and its gradient, two layers and the
+  gradient of one layer. With DeepSpeed: the default maximum of live parameters, and the gradient bucket.
+- with data parallelism: the buckets in which gradients are reduced.
+- activations, measured by `activations.py` on small copies of the model.
+- the logits of a micro batch: in the compute dtype, in float32, and their log-probabilities; in a distillation, a copy
+  to compare and the teacher's logits.
 
-Not counted: CUDA itself, fragmentation, and temporary memory of kernels and of the backward pass of one layer.
+Not counted: the CUDA context, fragmentation, and temporary memory of kernels and of the backward pass of one layer.
 """
 
 from collections.abc import Iterable
@@ -36,10 +36,10 @@ from ..trainer.parameters import set_trainable
 from .activations import Precision, activations, activations_at_length, model_layers
 
 FOLDER = Path(__file__).parents[1] / "accelerate"
-"""The folder of the shipped files."""
+"""Folder of the accelerate configurations that are shipped with the package."""
 ALONE, COPIES, FSDP, ZERO3 = "one GPU", "a copy on each GPU", "FSDP2", "DeepSpeed ZeRO-3"
 KINDS = {"NO": ALONE, "MULTI_GPU": COPIES, "FSDP": FSDP, "DEEPSPEED": ZERO3}
-"""Accelerate's `distributed_type` -> kind of sharding."""
+"""accelerate's `distributed_type` -> sharding kind."""
 SUPPORTED: dict[str, dict[str, tuple[Any, Any]]] = {
     FSDP: {
         "fsdp_config.fsdp_version": (2, 1),
@@ -53,19 +53,22 @@ SUPPORTED: dict[str, dict[str, tuple[Any, Any]]] = {
         "deepspeed_config.deepspeed_config_file": (None, None),
     },
 }
-"""Kind -> key of the file -> the supported value, and accelerate's default."""
+"""Sharding kind -> key of the configuration file -> the only supported value, and accelerate's default."""
 FLOAT32, MOMENTS = torch.float32.itemsize, 2
 LIVE, BUCKET = 1_000_000_000, 500_000_000
-"""Elements: DeepSpeed's defaults of stage3_max_live_parameters and reduce_bucket_size."""
+"""DeepSpeed's defaults of stage3_max_live_parameters and reduce_bucket_size, in elements."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The distribution of a model over GPUs."""
+    """Distribution of a model over GPUs."""
 
     name: str
+    """Name of the accelerate configuration."""
     kind: str
+    """One of `ALONE`, `COPIES`, `FSDP` and `ZERO3`."""
     processes: int
+    """Number of processes, one per GPU."""
 
 
 ONE_GPU = Sharding("one_gpu", ALONE, 1)
@@ -73,7 +76,7 @@ ONE_GPU = Sharding("one_gpu", ALONE, 1)
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU."""
+    """Memory of one GPU, in bytes per purpose."""
 
     weights: int
     gradients: int
@@ -86,14 +89,14 @@ class Memory:
     logits: int
 
     def as_dict(self) -> dict[str, int]:
-        """With the sum, as `total`."""
+        """Return the bytes by purpose, and their sum as `total`."""
         parts = asdict(self)
         return parts | {"total": sum(parts.values())}
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher, which every GPU has as a whole."""
+    """Sizes of the distillation teacher, which is replicated on every GPU."""
 
     parameters: int
     vocabulary: int
@@ -101,7 +104,7 @@ class Teacher:
 
 
 def read_sharding(name: str) -> Sharding:
-    """From an accelerate configuration file, or a shipped one by its name, as `fsdp2_8_gpus`."""
+    """Read an accelerate configuration file, given by its path or, if shipped, by a name such as `fsdp2_8_gpus`."""
     shipped = FOLDER / f"{name.removesuffix('.yaml')}.yaml"
     path = shipped if shipped.is_file() and not Path(name).exists() else Path(name)
     try:
@@ -119,12 +122,12 @@ def read_sharding(name: str) -> Sharding:
         )
     for name_in_file, (supported, default) in SUPPORTED.get(kind, {}).items():
         section, key = name_in_file.split(".")
-        found = content.get(section) or {}
-        if not isinstance(found, dict):
-            raise RecipeError(f"--accelerate {name}: {section}={found!r} is not a mapping, one `key: value` a line")
-        if found.get(key, default) != supported:
+        options = content.get(section) or {}
+        if not isinstance(options, dict):
+            raise RecipeError(f"--accelerate {name}: {section}={options!r} is not a mapping, one `key: value` a line")
+        if options.get(key, default) != supported:
             raise RecipeError(
-                f"--accelerate {name}: {name_in_file}={found.get(key, default)!r} is not supported by --dry-run, "
+                f"--accelerate {name}: {name_in_file}={options.get(key, default)!r} is not supported by --dry-run, "
                 f"only {supported!r}: use that, or start the run itself"
             )
     processes: Any = 1 if kind == ALONE else content.get("num_processes")
@@ -134,31 +137,31 @@ def read_sharding(name: str) -> Sharding:
 
 
 def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | None) -> Memory:
-    """For a model of this configuration, trained by the recipe."""
+    """Estimate the memory per GPU for a model with this configuration, trained by the recipe."""
     model = set_trainable(on_meta(config), recipe.train)
     stored = _shard(model.parameters(), sharding)
     trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
     itemsize = _itemsize(recipe)
-    second = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
+    bfloat16_copy = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
     if recipe.objective.auto_class == DECODERS:
-        found = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
+        saved = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
     else:
-        found = activations_at_length(config, recipe, precision(recipe, sharding))
+        saved = activations_at_length(config, recipe, precision(recipe, sharding))
     return Memory(
-        weights=(trained if second else stored) * FLOAT32 + second,
+        weights=(trained if bfloat16_copy else stored) * FLOAT32 + bfloat16_copy,
         gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
         moments=trained * FLOAT32 * MOMENTS,
         average=trained * FLOAT32 if recipe.train.average else 0,
         working_copies=_working_copies(model, sharding, itemsize),
         gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
-        activations=found.total(recipe.train.checkpoint_activations),
+        activations=saved.total(recipe.train.checkpoint_activations),
         logits=_logits(recipe, objective_of(recipe).logits(config), teacher),
     )
 
 
 def precision(recipe: Recipe, sharding: Sharding) -> Precision:
-    """The dtypes that accelerate sets for a recipe."""
+    """Return the dtypes with which accelerate runs the recipe."""
     if recipe.train.dtype == "float32":
         return Precision(torch.float32, autocast=False)
     is_sharded = sharding.kind in (FSDP, ZERO3)
@@ -170,7 +173,7 @@ def _itemsize(recipe: Recipe) -> int:
 
 
 def _shard(parameters: Iterable[nn.Parameter], sharding: Sharding) -> int:
-    """Elements that one process stores: FSDP2 divides each parameter along its first dimension."""
+    """Return the number of elements that one process stores; FSDP2 shards each parameter along dimension 0."""
     if sharding.kind == FSDP:
         return sum(ceil(part.shape[0] / sharding.processes) * part.shape[1:].numel() for part in parameters)
     count = sum(part.numel() for part in parameters)
@@ -187,9 +190,9 @@ def _working_copies(model: Any, sharding: Sharding, itemsize: int) -> int:
 
 
 def _head(model: Any) -> nn.Module:
-    """The layer that makes the logits."""
-    found: nn.Module | None = model.get_output_embeddings()
-    return list(model.children())[-1] if found is None else found  # of an image classifier
+    """Return the output layer, which computes the logits."""
+    head: nn.Module | None = model.get_output_embeddings()
+    return list(model.children())[-1] if head is None else head  # an image classifier has no output embeddings
 
 
 def _elements(model: nn.Module, trained: bool = False) -> int:
@@ -197,7 +200,7 @@ def _elements(model: nn.Module, trained: bool = False) -> int:
 
 
 def _matrix_elements(model: Any) -> int:
-    """Elements that autocast copies: not those of experts, which are three-dimensional, nor of the embedding."""
+    """Return the number of elements that autocast copies: not experts (3-D tensors), nor an untied embedding."""
     if hasattr(model.config, "image_size"):  # convolutions and matrices
         return sum(part.numel() for part in model.parameters() if part.ndim in (2, 4))
     embedding = model.get_input_embeddings().weight
@@ -206,7 +209,7 @@ def _matrix_elements(model: Any) -> int:
 
 
 def _logits(recipe: Recipe, logits: int, teacher: Teacher | None) -> int:
-    """`logits` are the numbers in those of one sample."""
+    """Return the bytes of a micro batch's logits; `logits` is the number of logits of one sample."""
     rows = recipe.train.micro_batch * recipe.data.length
     in_bfloat16 = _itemsize(recipe) if recipe.train.dtype != "float32" else 0
     size = recipe.train.micro_batch * logits * (in_bfloat16 + 2 * FLOAT32)

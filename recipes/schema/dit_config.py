@@ -1,4 +1,4 @@
-"""The configuration of a diffusion transformer in a recipe: the fields of DiT, and `mixers`."""
+"""Configuration of a diffusion transformer (DiT) in a recipe: the fields of diffusers' DiT, and `mixers`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ SIZES = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "num_layers"),
     *("sample_size", "patch_size", "num_embeds_ada_norm"),
 )
-"""Whole numbers of at least 1."""
+"""Fields that must be integers of at least 1."""
 
 
 @dataclass(frozen=True)
 class DiTFields:
-    """The fields of diffusers' `DiTTransformer2DModel` that describe a model, with its defaults, and `mixers`."""
+    """Fields of diffusers' `DiTTransformer2DModel` that describe a model, with their defaults, and `mixers`."""
 
     num_attention_heads: int = 16
     attention_head_dim: int = 72
     in_channels: int = 4
     out_channels: int | None = None
-    """As many as `in_channels`, or twice as many: the model then predicts variances, too."""
+    """`in_channels` (the default), or twice as many: the model then also predicts variances."""
     num_layers: int = 28
     dropout: float = 0.0
     attention_bias: bool = True
@@ -32,7 +32,7 @@ class DiTFields:
     patch_size: int = 2
     activation_fn: str = "gelu-approximate"
     num_embeds_ada_norm: int = 1000
-    """The number of classes."""
+    """Number of classes."""
     mixers: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,13 +54,13 @@ class DiTFields:
         object.__setattr__(self, "mixers", complete_mixers(self.mixers, self.layouts()))
 
     def layouts(self) -> list[HeadLayout]:
-        """The shape of attention in each block."""
+        """Return the attention shape of each block."""
         heads, size = self.num_attention_heads, self.attention_head_dim
         return [HeadLayout(heads * size, heads, heads, size, layer_index=block) for block in range(self.num_layers)]
 
 
 def dit_config(content: Mapping[str, Any]) -> DiTFields:
-    """From a recipe's `model.config`; `RecipeError` for an unknown key or an impossible value."""
+    """Parse a recipe's `model.config`; raise `RecipeError` for an unknown key or an impossible value."""
     known = sorted(DiTFields.__dataclass_fields__)
     for key in content:
         if key not in known:

@@ -1,4 +1,4 @@
-"""Reads a recipe from a YAML file and changes from the command line, checks it, and writes its JSON schema."""
+"""Load and validate a recipe from a YAML file with `--set` changes, and generate the JSON schema of recipes."""
 
 import json
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from .recipe import Recipe
 ADAPTER = TypeAdapter(Recipe)
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("papers", "small")
-"""The folders of the shipped recipes."""
+"""Folders of the recipes that are shipped with the package."""
 EXPECTED = {
     "dataclass_type": "input should be a mapping, one `key: value` a line",
     "dict_type": "input should be a mapping, one `key: value` a line",
     "tuple_type": "input should be a list, as in [a, b]",
 }
-"""pydantic's type of error -> a message in terms of YAML, where pydantic's own uses terms of Python."""
+"""pydantic error type -> message in YAML terms, where pydantic's own message uses Python terms."""
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes in the package, by names such as `small/smollm2_knocking`."""
-    found = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.yaml"))]
-    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in found}
+    """Return the paths of the shipped recipes, by name, such as `small/smollm2_knocking`."""
+    paths = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.yaml"))]
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in paths}
 
 
 def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, or the shipped one of that name; `changes` are `section.key=value`."""
+    """Load a recipe from a file, or a shipped recipe by its name; each of `changes` is `section.key=value`."""
     path = _find(str(name))
     content = read_yaml(path, f"the recipe {path}", RecipeError)
     for change in changes:
@@ -46,7 +46,7 @@ def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def json_schema() -> str:
-    """The JSON schema of recipes, with which editors complete and check them."""
+    """Return the JSON schema of recipes, which editors use for completion and validation."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ADAPTER.json_schema()
     return json.dumps(schema, indent=2) + "\n"
 
@@ -61,12 +61,12 @@ def _find(name: str) -> Path:
 
 
 def _message(errors: ValidationError) -> str:
-    """The first error in one line: the key, its value, and what is expected; unknown keys come first."""
-    error: Any = min(errors.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
+    """Format the first error as one line: key, value and expected input. Unknown keys are reported first."""
+    error: Any = min(errors.errors(), key=lambda item: item["type"] != "unexpected_keyword_argument")
     *path, key = map(str, error["loc"] or [""])
     section = [part for part in path if part not in OBJECTIVES]
     name = ".".join(section) or "the recipe"
-    if error["type"] == "value_error":  # of a section's own check
+    if error["type"] == "value_error":  # raised in the __post_init__ of a section
         return ".".join([*section, key, str(error["ctx"]["error"])]).removeprefix(".")
     if error["type"] == "unexpected_keyword_argument":
         return str(unknown(name, "key", key, _keys(path)))
@@ -81,19 +81,19 @@ def _message(errors: ValidationError) -> str:
 
 
 def _keys(section: Sequence[str]) -> list[str]:
-    """The keys of a section."""
+    """Return the valid keys of a section, given by its path in the recipe."""
     kind: Any = Recipe
     for part in section:
         if part in OBJECTIVES:
             kind = OBJECTIVES[part]
         elif not part.isdecimal():
             kind = get_type_hints(kind)[part]
-            kind = next((each for each in get_args(kind) if is_dataclass(each)), kind)
+            kind = next((member for member in get_args(kind) if is_dataclass(member)), kind)
     return [field.name for field in fields(kind)]
 
 
 def _change(content: Any, change: str) -> None:
-    """Set one value of the command line."""
+    """Apply one `--set` change to the parsed YAML, in place."""
     key, equals, text = change.partition("=")
     if not equals or not all(key.split(".")):
         raise RecipeError(f"--set {change!r} is not key=value, as in train.learning_rate=1e-5")
@@ -110,7 +110,7 @@ def _change(content: Any, change: str) -> None:
 
 
 def _index(content: Any, part: str, change: str) -> str | int:
-    """A part of a key as the key of a mapping or the index of a list."""
+    """Return one part of a dotted key as a mapping key or a list index, depending on the container."""
     if isinstance(content, dict):
         return part
     if isinstance(content, list) and part.isdecimal() and int(part) < len(content):

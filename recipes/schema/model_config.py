@@ -1,4 +1,4 @@
-"""Turns a recipe's `model.config` into a configuration of crosshead."""
+"""Build and validate a crosshead configuration from a recipe's `model.config`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 
 DECODERS = "AutoModelForCausalLM"
 CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
-"""Values of `model_type` -> configuration class."""
+"""`model_type` -> configuration class."""
 UNDECLARED = {"head_dim"}
-"""Understood by every family of decoders, but declared by some only."""
+"""Keys that every decoder configuration accepts, although only some classes declare them as a field."""
 CLASSIFIERS, CLASS_COUNT = "AutoModelForImageClassification", "num_labels"
-"""The Auto class of image classifiers, and the number of their classes."""
+"""Auto class of image classifiers, and the configuration key for their number of classes."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
@@ -31,23 +31,23 @@ SIZES = (
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
     *("hidden_sizes", "depths", "mlp_ratios", "sr_ratios", "patch_size", "num_channels", "num_labels"),
 )
-"""Whole numbers of at least 1, if given."""
+"""Keys that must be integers of at least 1, if present."""
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate")
-"""Numbers from 0 to 1, if given."""
+"""Keys that must be numbers from 0 to 1, if present."""
 STAGED = ("num_attention_heads", "hidden_sizes", "depths", "mlp_ratios", "sr_ratios")
-"""Sizes that may be a list, a number for each stage."""
+"""Sizes that may be a list with one number per stage of a hierarchical vision transformer."""
 ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Above 0, if the type of RoPE uses them."""
+"""Keys of `rope_parameters` that must be above 0, if the RoPE type uses them."""
 
 
 def model_types(auto_class: str) -> list[str]:
-    """The values of `model_type` that an Auto class loads."""
+    """Return the values of `model_type` that an Auto class can load."""
     return [name for name, config in CONFIGS.items() if auto_class in config.auto_classes]
 
 
 def known_keys(kind: type[Any]) -> list[str]:
-    """The keys of `model.config` that a configuration class takes."""
+    """Return the keys of `model.config` that a configuration class accepts, without those of `PreTrainedConfig`."""
     undeclared = UNDECLARED if DECODERS in kind.auto_classes else set()
     if CLASSIFIERS in kind.auto_classes:
         undeclared = {CLASS_COUNT}
@@ -55,7 +55,7 @@ def known_keys(kind: type[Any]) -> list[str]:
 
 
 def check_model_type(name: Any, objective: ObjectiveOptions) -> None:
-    """`RecipeError` for a family of ours, converted or stock, without the head that the objective trains."""
+    """Raise `RecipeError` if a supported family, converted or stock, lacks the head that the objective trains."""
     allowed, family = model_types(objective.auto_class), f"crosshead_{str(name).removeprefix('crosshead_')}"
     if family in CONFIGS and family not in allowed:
         raise RecipeError(
@@ -65,7 +65,7 @@ def check_model_type(name: Any, objective: ObjectiveOptions) -> None:
 
 
 def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_TOKEN) -> Any:
-    """The configuration; `RecipeError` for an unknown key or an impossible value."""
+    """Build the configuration; raise `RecipeError` for an unknown key or an impossible value."""
     if isinstance(objective, Noise):
         return dit_config(content)
     fields = {key: value for key, value in content.items() if key != "model_type"}
@@ -74,7 +74,7 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
         raise RecipeError(str(unknown("model.config", "model_type", name, model_types(objective.auto_class))))
     check_model_type(name, objective)
     kind = CONFIGS[name]
-    # The library accepts any key, and a misspelt one would have no effect.
+    # transformers accepts any key: a misspelt one would silently have no effect.
     known = known_keys(kind)
     for key in fields:
         if key not in known:
@@ -82,8 +82,8 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
     with named_model_config():
         for key in SIZES:
             value = fields.get(key)
-            for each in value if isinstance(value, list) and key in STAGED else [value]:
-                Integer().parse(key, each, 0)
+            for size in value if isinstance(value, list) and key in STAGED else [value]:
+                Integer().parse(key, size, 0)
         config = kind(**fields)
         _check(config)
     return config
@@ -91,7 +91,7 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
 
 @contextmanager
 def named_model_config() -> Iterator[None]:
-    """`RecipeError` for all errors of the library, whose own checks raise many types."""
+    """Convert any error inside the block to a `RecipeError`: transformers' checks raise many exception types."""
     try:
         yield
     except Exception as error:
@@ -99,7 +99,7 @@ def named_model_config() -> Iterator[None]:
 
 
 def _check(config: Any) -> None:
-    """Values that the library accepts, although no model can be trained with them."""
+    """Raise `ValueError` for values that transformers accepts although no model can be trained with them."""
     if DECODERS in config.auto_classes:
         _check_decoder(config)
     if hasattr(config, "hidden_act"):
@@ -119,7 +119,7 @@ def _check_decoder(config: Any) -> None:
         allowed = f"use a number that divides num_attention_heads={heads.query_heads}"
         raise refuse("num_key_value_heads", heads.key_value_heads, allowed)
     size = getattr(config, "head_dim", heads.head_dim)
-    if not size or size % 2:  # RoPE rotates pairs
+    if not size or size % 2:  # RoPE rotates pairs of features
         raise refuse("head_dim", size, "use an even number (the default is hidden_size / num_attention_heads)")
     rotated = getattr(config, "qk_rope_head_dim", size)
     if size != rotated:
@@ -155,7 +155,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_expert_bias(config: Any, rate: float | None) -> None:
-    """`RecipeError` for a rate of biases that the training of this model does not move."""
+    """Raise `RecipeError` if `train.expert_bias_rate` is set, but the model has no expert biases."""
     if rate is not None and not getattr(config, "expert_bias", False):
         raise RecipeError(
             f"train.expert_bias_rate={rate:g}, but the model has no expert_bias=true: leave it out, or train a "

@@ -1,6 +1,6 @@
-"""The section `objective` of a recipe: one class for each value of its `name`.
+"""The recipe section `objective`: one options class per value of its key `name`.
 
-Data, loss and scores of each objective are in `trainer/objectives.py`.
+`trainer/objectives.py` has the data, loss and metrics of each objective.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,25 @@ from crosshead.common.errors import RecipeError
 from .sections import DataSource, Flag, Fraction, NotNegative, Section, Share
 
 TOKENS, SAMPLES = "tokens", "samples"
-"""The units of `train.tokens` and `train.samples`."""
+"""Units in which an objective counts the training length and the batch size, see `ObjectiveOptions.unit`."""
 Part = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class ObjectiveOptions(Section):
-    """The properties of all objectives."""
+    """Base class of the options of all objectives."""
 
     name: str
     unit: ClassVar[str] = TOKENS
-    """The unit of the training's length and of a step's size."""
+    """Unit of the training length and of the batch size: `train` then has the keys `tokens` and `batch_tokens`, or
+    `samples` and `batch_samples`."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "jsonl", "parquet", "hub")
-    """The kinds of sources that have its data."""
+    """Values of `DataSource.kind` that the objective can train on."""
     loader: ClassVar[str] = ""
 
     @property
     def auto_class(self) -> str:
-        """The Auto class that loads the model; empty for a model of diffusers."""
+        """Name of the transformers Auto class that loads the model; empty for a diffusers model."""
         return self.loader
 
 
@@ -44,30 +45,30 @@ class NextToken(ObjectiveOptions):
 
 @dataclass(frozen=True)
 class MaskedTokens(ObjectiveOptions):
-    """An encoder predicts masked tokens, as BERT; with `segments: order` also the order of two segments, as ALBERT."""
+    """An encoder predicts masked tokens (BERT) and, with `segments: order`, the order of two segments (ALBERT)."""
 
     name: Literal["masked_tokens"] = "masked_tokens"
     share: Part = 0.15
-    """Of the tokens, those that are predicted: 80% of them are masked, 10% replaced, and 10% left as they are."""
+    """Fraction of the tokens that are predicted; of these, 80% are masked, 10% replaced and 10% left unchanged."""
     segments: Literal["none", "order"] = "none"
-    """order: each sequence is two consecutive segments, in half of the sequences swapped."""
+    """order: each sequence consists of two consecutive segments, which are swapped in half of the sequences."""
 
     @property
     def auto_class(self) -> str:
-        """That of encoders with one head, or with a second one for the order."""
+        """Auto class of encoders with a language-modeling head, or with a second head for the segment order."""
         return "AutoModelForPreTraining" if self.segments == "order" else "AutoModelForMaskedLM"
 
 
 @dataclass(frozen=True)
 class Spans(ObjectiveOptions):
-    """An encoder and a decoder predict spans that were cut out of a text, as T5."""
+    """An encoder-decoder predicts spans that were cut out of a text (span corruption, as T5)."""
 
     name: Literal["spans"] = "spans"
     loader: ClassVar[str] = "AutoModelForSeq2SeqLM"
     share: Part = 0.15
-    """Of the text's tokens, those that are cut out."""
+    """Fraction of the text's tokens that are cut out."""
     mean_length: Annotated[float, Field(ge=1)] = 3.0
-    """Tokens of a span."""
+    """Mean number of tokens in a span."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +80,28 @@ class Classes(ObjectiveOptions):
     unit: ClassVar[str] = SAMPLES
     kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
     label_smoothing: Fraction = 0.0
-    """The part of a target that is spread over all classes."""
+    """Fraction of the target probability that is spread evenly over all classes."""
     mixup: NotNegative = 0.0
-    """The parameter of the beta distribution of shares in mixup; 0 for none. Each image is mixed with the next one."""
+    """Alpha of the Beta(alpha, alpha) distribution of mixup weights; 0 disables mixup. Images are mixed in pairs."""
     cutmix: NotNegative = 0.0
-    """The same parameter for CutMix. With both, each pair of images gets one of the two at random."""
+    """Alpha of the Beta(alpha, alpha) distribution of CutMix areas; 0 disables CutMix. With both methods, each pair
+    of images gets one of the two at random."""
     crop: Annotated[float, Field(gt=0, le=1)] = 0.08
-    """The smallest area of a random crop, as a share of the image."""
+    """Minimum area of a random crop, as a fraction of the image."""
     flip: Flag = True
-    """Mirror half of the images."""
+    """Mirror half of the training images horizontally."""
     operations: Annotated[int, Field(ge=0)] = 0
-    """RandAugment operations on each image."""
+    """Number of RandAugment operations on each image."""
     magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
     """Magnitude of each RandAugment operation, 0 to 10."""
     erasing: Share = 0.0
-    """The share of the images in which a random box is replaced by noise."""
+    """Probability that a random box of an image is replaced by noise (random erasing)."""
     image_column: str = "image"
     """The column of images in a dataset of the Hub."""
     label_column: str = "label"
     """The column of classes."""
     new_classifier: Flag = False
-    """Start with a new classification layer for the classes of the data, whatever classes `model.path` has."""
+    """Replace the classification layer of `model.path` by a new one for the classes of the data."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Noise(ObjectiveOptions):
     unit: ClassVar[str] = SAMPLES
     kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
     flip: Flag = True
-    """Mirror half of the images; not for digits or letters."""
+    """Mirror half of the training images horizontally; set to false for digits or letters."""
     image_column: str = "image"
     """The column of images in a dataset of the Hub."""
     label_column: str = "label"
@@ -124,9 +126,9 @@ OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
     "classes": Classes,
     "noise": Noise,
 }
-"""Name -> section."""
+"""Value of `name` -> options class."""
 NEXT_TOKEN = NextToken()
-"""The default."""
+"""The default objective."""
 
 
 def _read_default(content: Any) -> Any:
@@ -138,9 +140,12 @@ AnyObjective = Annotated[
 ]
 
 
-def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> None:
-    """The recipe says how long to train in the objective's unit alone; `given` are four keys of `train`."""
-    for key, value in given.items():
+def check_unit(objective: ObjectiveOptions, amounts: dict[str, int | None]) -> None:
+    """Raise `RecipeError` unless `train` gives its length and batch size in the objective's unit, and only in it.
+
+    `given` has the keys `tokens`, `batch_tokens`, `samples` and `batch_samples` of `train`.
+    """
+    for key, value in amounts.items():
         counted = key.removeprefix("batch_") == objective.unit
         if counted and value is None:
             raise RecipeError(f"train lacks the key {key!r}: the objective {objective.name} counts {objective.unit}")
@@ -152,7 +157,7 @@ def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> Non
 
 
 def check_sources(objective: ObjectiveOptions, sources: tuple[DataSource, ...]) -> None:
-    """Each source has data for the objective, and no options without effect."""
+    """Raise `RecipeError` if a source has the wrong kind for the objective, or an option that has no effect."""
     for source in sources:
         if source.kind not in objective.kinds:
             raise RecipeError(
@@ -168,7 +173,7 @@ def check_sources(objective: ObjectiveOptions, sources: tuple[DataSource, ...]) 
 
 
 def check_classifier(objective: ObjectiveOptions, path: str | None) -> None:
-    """Only a model that is continued can get another classification layer."""
+    """Raise `RecipeError` if `new_classifier` is set for a model from scratch, which has a new classifier anyway."""
     if isinstance(objective, Classes) and objective.new_classifier and path is None:
         raise RecipeError(
             "objective.new_classifier=true has no effect on a model from scratch: leave it out, or give model.path"
@@ -176,7 +181,7 @@ def check_classifier(objective: ObjectiveOptions, path: str | None) -> None:
 
 
 def check_pairs(objective: ObjectiveOptions, micro_batch: int) -> None:
-    """Images that are mixed in pairs need an even micro batch."""
+    """Raise `RecipeError` if images are mixed in pairs, but the micro batch is odd."""
     if isinstance(objective, Classes) and (objective.mixup or objective.cutmix) and micro_batch % 2:
         raise RecipeError(
             f"train.micro_batch={micro_batch} is odd, but mixup and cutmix mix pairs of images: use an even number"

@@ -1,7 +1,7 @@
-"""A whole recipe: its sections, and the rules between them.
+"""A whole recipe: its sections, and the checks that involve several sections.
 
-The loss is that of the objective, with the balance losses that the model's own configuration asks for. Paths are
-relative to the working directory.
+The loss is the loss of the objective plus the load-balancing losses that the model's configuration enables. Paths
+are relative to the working directory.
 """
 
 import sys
@@ -29,12 +29,12 @@ class Recipe(sections.Section):
     """A whole training run."""
 
     output: sections.PathOrId
-    """The folder for checkpoints, metrics and, at the end, the model."""
+    """Folder for checkpoints, metrics and the final model."""
     model: sections.ModelOptions
     data: sections.DataOptions
     train: sections.TrainOptions
     objective: AnyObjective = NEXT_TOKEN
-    """What the model learns to predict."""
+    """Training objective: the task that the model learns, such as next-token prediction."""
     distillation: sections.Distillation | None = None
     watch: sections.WatchOptions = field(default_factory=sections.WatchOptions)
     checkpoints: sections.CheckpointOptions = field(default_factory=sections.CheckpointOptions)
@@ -49,7 +49,7 @@ class Recipe(sections.Section):
                 f"watch.evaluate_every={self.watch.evaluate_every} has no text to evaluate on: set data.held_out or "
                 "data.evaluation, or leave it out"
             )
-        SourceOrder([source.weight for source in self.data.sources])  # refuses weights before the tokenisation
+        SourceOrder([source.weight for source in self.data.sources])  # reject bad weights before the tokenisation
         if self.model.config is None:
             return
         config = model_config(self.model.config, self.objective)
@@ -61,7 +61,7 @@ class Recipe(sections.Section):
             )
 
     def _check_objective(self) -> None:
-        """Other sections fit the objective."""
+        """Raise `RecipeError` if another section does not fit the objective."""
         name, train = self.objective.name, self.train
         amounts = ("tokens", "batch_tokens", "samples", "batch_samples")
         check_unit(self.objective, {key: getattr(train, key) for key in amounts})
@@ -111,43 +111,43 @@ class Recipe(sections.Section):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the objective counts tokens, rather than samples."""
+        """Whether the objective counts tokens rather than samples."""
         return self.objective.unit == TOKENS
 
     @property
     def total(self) -> int:
-        """Tokens or samples of the whole training."""
+        """Number of tokens or samples of the whole training."""
         return (self.train.tokens if self.counts_tokens else self.train.samples) or 0
 
     @property
     def per_step(self) -> int:
-        """Tokens or samples per step."""
+        """Number of tokens or samples per optimizer step."""
         return (self.train.batch_tokens if self.counts_tokens else self.train.batch_samples) or 0
 
     @property
     def batch_size(self) -> int:
-        """Sequences, or samples, per step."""
+        """Number of sequences or samples per optimizer step, over all processes."""
         return self.per_step // self.data.length if self.counts_tokens else self.per_step
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole training."""
+        """Number of optimizer steps of the whole training."""
         return -(-self.total // self.per_step)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps until the learning rate is at its highest."""
+        """Number of warmup steps."""
         warmup = self.train.warmup
         return round(warmup * self.steps) if warmup < 1 else int(warmup)
 
     @property
     def attention_loss_steps(self) -> int:
-        """The first steps, of transfer and of matching, whose loss compares attention outputs with the teacher's."""
+        """Number of first steps (transfer, then matching) with a loss on attention outputs instead of predictions."""
         return self.distillation.transfer_steps + self.distillation.match_steps if self.distillation else 0
 
     @property
     def loss_changes(self) -> tuple[int, ...]:
-        """The steps after which the loss is another one."""
+        """Steps after which the training loss changes to another kind."""
         return (self.distillation.transfer_steps, self.attention_loss_steps) if self.distillation else ()
 
     @property

@@ -1,7 +1,7 @@
-"""The sections of a recipe, which pydantic fills from YAML.
+"""The sections of a recipe, which pydantic validates and fills from YAML.
 
-Code that makes a section itself gets no check of types and ranges, only those of `__post_init__`. Their messages begin
-with the name of a field.
+Code that constructs a section directly gets no check of types and ranges, only the checks in `__post_init__`, whose
+messages begin with the name of a field.
 """
 
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ from crosshead.common.model_places import is_hub_id
 from crosshead.common.yaml_text import NULL, typed
 
 _INTEGER: Any = {"type": ["integer", "string"], "pattern": "^[0-9][0-9_]*$"}
-"""For editors, which read 65_536 as a string."""
+"""JSON schema of a count: editors parse 65_536 as a string."""
 Count = Annotated[int, Field(ge=1, le=2**63 - 1, json_schema_extra=_INTEGER)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -29,7 +29,7 @@ Json = Annotated[dict[str, Any], BeforeValidator(typed)]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a recipe; an unknown key is an error."""
+    """Base class of the sections; an unknown key is an error."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, str_min_length=1
@@ -38,7 +38,7 @@ class Section:
     @model_validator(mode="before")
     @classmethod
     def _read_null(cls, content: Any) -> Any:
-        """YAML's null, as text, becomes None; a section without any value gets its defaults."""
+        """Replace YAML's null, which arrives as text, by None; an empty section gets its defaults."""
         if content is None:
             return {}
         if isinstance(content, dict):
@@ -54,32 +54,32 @@ UNUSED_OPTIONS = {
     "hub": (),
     "images": ("column", "max_tokens", *HUB_OPTIONS),
 }
-"""Kind of source -> options without an effect on it."""
+"""Source kind -> options that have no effect on it."""
 
 
 @dataclass(frozen=True)
 class DataSource(Section):
-    """A source of documents."""
+    """A source of documents or images."""
 
     path: str
-    """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`; of the kind
-    "hub" the name of a dataset on the Hub, or a folder with a copy of one."""
+    """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`. Kind hub: the
+    id of a Hub dataset, or a folder with a copy. Kind images: a folder with one folder of images per class."""
     kind: Literal["text", "jsonl", "parquet", "hub", "images"] = "text"
-    """text (each file is a document), jsonl (each line), parquet (each row), hub (each row), or for the classification
-    of images, images (a folder with a folder of images for each class)."""
+    """text (each file is a document), jsonl (each line), parquet (each row), hub (each row of a Hub dataset: a text or
+    an image), or images (image files in one folder per class)."""
     column: str = "text"
-    """The field of a line or row that contains the document: text, or a conversation (a list of messages), which the
-    tokenizer's chat template writes."""
+    """Field of a line or row that contains the document: text, or a conversation (a list of messages), which the
+    tokenizer's chat template renders."""
     weight: Positive = 1.0
-    """The source's share of the training windows, relative to the other sources."""
+    """Sampling weight: the source's share of the training samples, relative to the other sources."""
     max_tokens: Count | None = None
-    """Stop reading after the document that reaches this number. A longer document is an error: none is cut."""
+    """Stop reading after the document that reaches this number of tokens. A single longer document is an error."""
     subset: str | None = None
-    """hub: the dataset's configuration."""
+    """hub: configuration (subset) of the dataset."""
     split: str = "train"
-    """hub: the dataset's split."""
+    """hub: split of the dataset."""
     revision: str | None = None
-    """hub: a branch, tag or commit; by default the newest when the dataset is tokenised."""
+    """hub: branch, tag or commit; by default the newest commit at the time of tokenisation."""
     streaming: Flag = False
     """hub: tokenise the dataset while it is downloaded, without a local copy of its files."""
 
@@ -96,42 +96,42 @@ class DataSource(Section):
 
 @dataclass(frozen=True)
 class DataOptions(Section):
-    """The sources, and how windows of tokens are cut from them."""
+    """The data sources, and how training and evaluation samples are made from them."""
 
     sources: Annotated[tuple[DataSource, ...], Field(min_length=1)]
-    """The training data."""
+    """Sources of the training data."""
     length: Annotated[Count, Field(ge=2)] = 2048
-    """Tokens in a window."""
+    """Number of tokens in a window (a training sequence)."""
     separate_documents: Flag = False
-    """Restart positions with each document, and allow no attention between documents."""
+    """Restart position ids at each document of a window, and mask attention between documents."""
     held_out: Fraction = 0.0
-    """The share of the sources' documents that is used for evaluation instead of training.
+    """Fraction of the documents or images that is used for evaluation instead of training.
 
-    The choice depends on a document's content alone: it stays the same when others are added or moved, and copies of a
-    document stay together.
+    The split depends only on a document's content: it stays the same when other documents are added or moved, and
+    copies of a document are always on the same side.
     """
     evaluation: tuple[DataSource, ...] = ()
-    """More sources for evaluation, used as a whole."""
+    """Additional sources, used entirely for evaluation."""
     cache: str = "~/.cache/crosshead/tokens"
-    """The folder of tokenised sources, which later runs reuse."""
+    """Cache folder of tokenised sources, which later runs reuse."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that prepare samples for each process of the training: images need several for a GPU."""
+    """Data loader workers of each training process; image augmentation needs several per GPU."""
 
 
 @dataclass(frozen=True)
 class ModelOptions(Section):
-    """The model to train: `path` to continue one; otherwise `config`, to start from scratch."""
+    """The model to train: `path` to continue from a model, or only `config` to start from scratch."""
 
     path: PathOrId | None = None
-    """A crosshead or stock model: a folder, or a Hub id with or without a revision (`organisation/model@revision`)."""
+    """Initial model, crosshead or stock: a folder or a Hub id, optionally with a revision (`org/model@revision`)."""
     config: Json | None = None
-    """As in config.json: `model_type`, sizes, `mixers`. With a path, the expected configuration."""
+    """Configuration with the keys of config.json (`model_type`, sizes, `mixers`); a model in `path` must match it."""
     convert: str | None = None
-    """The command that makes the model in `path`."""
+    """Command that creates the model in `path`; messages quote it if the model does not exist."""
     tokenizer: PathOrId | None = None
-    """A folder or a Hub id, as `path`; by default that of `path`."""
+    """Tokenizer: a folder or a Hub id, as for `path`; by default the tokenizer in `path`."""
     vae: PathOrId | None = None
-    """For the objective `noise`, an autoencoder (AutoencoderKL) whose latents are learned: a folder or a Hub id."""
+    """Objective noise: folder or Hub id of the autoencoder (AutoencoderKL) for whose latents the model is trained."""
 
     def __post_init__(self) -> None:
         if self.path is None and self.config is None:
@@ -140,7 +140,7 @@ class ModelOptions(Section):
 
 @dataclass(frozen=True)
 class LoraOptions(Section):
-    """LoRA on the stock projections (query, key, value, output, gate, up, down; those of MLA)."""
+    """LoRA on the stock projections: query, key, value, output, gate, up, down, and the latent projections of MLA."""
 
     rank: Count
     alpha: Positive
@@ -149,56 +149,57 @@ class LoraOptions(Section):
 
 @dataclass(frozen=True)
 class MechanismOptions(Section):
-    """The optimizer's settings for the parameters of mechanisms."""
+    """Optimizer settings for the parameters of mechanisms."""
 
     learning_rate: Positive | None = None
-    """The highest; by default that of `train`. The schedule is the same."""
+    """Peak learning rate of mechanisms, by default `train.learning_rate`; the schedule is the same."""
     weight_decay: NotNegative = 0.0
-    """Decay would shrink maps that start as the identity, and the lambdas of `differential`, towards zero."""
+    """Default 0: decay would pull maps that start as the identity, and the lambdas of `differential`, towards zero."""
 
 
 @dataclass(frozen=True)
 class TrainOptions(Section):
-    """Optimizer, schedule, batch size and length of the training."""
+    """Optimizer, learning-rate schedule, batch size and length of the training."""
 
     learning_rate: Positive
-    """The highest."""
+    """Peak learning rate, reached after the warmup."""
     tokens: Count | None = None
-    """Of the whole training; if the data have fewer, they are used for several epochs."""
+    """Number of training tokens. If the data have fewer, they are repeated for several epochs."""
     batch_tokens: Count | None = None
-    """Per step, over all processes and accumulated micro batches: a multiple of `data.length`."""
+    """Tokens per optimizer step over all processes and accumulated micro batches: a multiple of `data.length`."""
     samples: Count | None = None
-    """Instead of tokens, for an objective that counts samples."""
+    """Number of training samples, instead of `tokens`, for objectives that count samples (images)."""
     batch_samples: Count | None = None
-    """Per step."""
+    """Samples per optimizer step over all processes and accumulated micro batches, instead of `batch_tokens`."""
     micro_batch: Count = 1
-    """Sequences of one process in one forward pass."""
+    """Sequences or images per forward pass of one process."""
     trainable: Literal["all", "mixers", "mixers+lora"] = "all"
+    """Trained parameters: all, only mechanisms (mixers), or mechanisms and LoRA adapters (mixers+lora)."""
     lora: LoraOptions | None = None
-    """For `mixers+lora`."""
+    """LoRA settings, required by `trainable: mixers+lora`."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warmup."""
+    """Learning-rate schedule after the warmup."""
     final_ratio: Share = 0.1
-    """The end of `cosine`, as a share of `learning_rate`."""
+    """Final learning rate of `cosine`, as a fraction of `learning_rate`."""
     warmup: NotNegative = 0.0
-    """Steps; below 1, a share of all steps."""
+    """Number of warmup steps; below 1, the fraction of all steps."""
     warmup_from: NotNegative = 0.0
-    """The learning rate before the first step."""
+    """Learning rate from which the linear warmup starts."""
     weight_decay: NotNegative = 0.1
     """Weight decay of all parameters except mechanisms, norms and biases."""
     mechanisms: MechanismOptions = field(default_factory=MechanismOptions)
     betas: Annotated[tuple[Fraction, ...], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     eps: Positive = 1e-8
     gradient_clipping: NotNegative = 1.0
-    """The maximum norm of the gradient; 0 for no limit."""
+    """Maximum gradient norm; 0 disables clipping."""
     average: Decay | None = None
-    """The decay of an exponential moving average of the weights, which is evaluated and becomes the result."""
+    """Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the result."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of the computation; weights and optimizer state stay in float32."""
+    """Compute dtype; weights and optimizer state stay in float32."""
     expert_bias_rate: Positive | None = None
-    """For a model with `expert_bias`: the change of the router's biases in each step."""
+    """Models with `expert_bias`: amount by which each step changes the router biases (loss-free load balancing)."""
     checkpoint_activations: Flag = False
-    """Less memory, a third more time."""
+    """Recompute activations in the backward pass (gradient checkpointing): less memory, about a third more time."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
@@ -217,25 +218,25 @@ class TrainOptions(Section):
 
     @property
     def mechanism_rate(self) -> float:
-        """The highest learning rate of mechanisms."""
+        """Peak learning rate of the parameters of mechanisms."""
         return self.mechanisms.learning_rate or self.learning_rate
 
 
 @dataclass(frozen=True)
 class Distillation(Section):
-    """Distillation from the model that this one was converted from."""
+    """Distillation from a teacher, usually the stock model that the trained model was converted from."""
 
     teacher: PathOrId | None = None
-    """A folder or a Hub id, as `model.path`: a model that runs during the training."""
+    """Teacher model, which runs during the training: a folder or a Hub id, as for `model.path`."""
     logits: PathOrId | None = None
-    """Instead of a teacher, a folder with its highest logits for the same data."""
+    """Instead of `teacher`: folder with the teacher's stored top-k log-probabilities for the same data and seed."""
     weight: Share = 0.5
-    """Weight w of the KL divergence from the teacher; the next-token loss has the weight 1 - w."""
+    """Weight w of the KL divergence from the teacher; the next-token loss has weight 1 - w."""
     temperature: Positive = 1.0
     match_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """First steps, in which each layer's attention output is fitted to the teacher's instead."""
+    """Steps after `transfer_steps` whose only loss is the error of each attention output against the teacher's."""
     transfer_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Steps before these, in which attention reads the teacher's inputs, and nothing but attention is trained."""
+    """First steps: only attention layers are trained, on the teacher's attention inputs and outputs."""
 
     def __post_init__(self) -> None:
         if (self.teacher is None) == (self.logits is None):
@@ -258,9 +259,9 @@ class WatchOptions(Section):
     every: Count = 10
     """Steps between logged metrics."""
     evaluate_every: Count | None = None
-    """Steps between evaluations on held-out text; the last step is always evaluated."""
+    """Steps between evaluations on held-out data. The last step is always evaluated, by default only the last step."""
     report_to: tuple[str, ...] = ()
-    """Trackers by their names in transformers' Trainer, as in [trackio]."""
+    """Experiment trackers by their names in transformers' Trainer, for example [trackio]."""
 
 
 @dataclass(frozen=True)
@@ -268,17 +269,17 @@ class CheckpointOptions(Section):
     """Checkpoints of the run."""
 
     every: Count = 500
-    """Steps."""
+    """Steps between checkpoints."""
     keep: Count = 2
-    """The newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
 
 
 @dataclass(frozen=True)
 class HubOptions(Section):
-    """The upload of the trained model."""
+    """Upload of the trained model to the Hub."""
 
     repo: str
-    """A name such as organisation/model; created if it does not exist."""
+    """Hub repository such as organisation/model; created if it does not exist."""
     private: Flag = True
 
     def __post_init__(self) -> None:
@@ -288,9 +289,10 @@ class HubOptions(Section):
 
 @dataclass(frozen=True)
 class SweepOptions(Section):
-    """The runs of `crosshead sweep`."""
+    """The learning-rate sweep of `crosshead sweep`."""
 
     learning_rates: tuple[Positive, ...]
+    """Two or more values of `train.learning_rate`, one run each."""
 
     def __post_init__(self) -> None:
         if len({f"{rate:g}" for rate in self.learning_rates}) < max(2, len(self.learning_rates)):

@@ -1,8 +1,8 @@
-"""Any recipe at a size that runs in seconds on a CPU: `crosshead train RECIPE --toy FOLDER`.
+"""Shrink a recipe to a size that runs in seconds on a CPU: `crosshead train RECIPE --toy FOLDER`.
 
-Family, heads, mechanisms, trainable parameters, schedule, accumulation and distillation stay the same. The folder gets
-a tokenizer of bytes and a text that is part of CPython, or images of stripes, and the initial model and the teacher if
-the recipe has them.
+Model family, heads, mechanisms, trainable parameters, schedule, gradient accumulation and distillation stay the same.
+The folder receives a byte-level tokenizer and a text that is part of CPython, or images of stripes, and random
+weights for the initial model and the teacher if the recipe has them.
 """
 
 import json
@@ -39,22 +39,22 @@ SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
     "masked_tokens": {"pad_token": "<pad>", "cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"},
     "spans": {"pad_token": "<pad>", "extra_special_tokens": [f"<extra_id_{number}>" for number in range(LENGTH)]},
 }
-"""Objective -> tokens of its toy tokenizer."""
+"""Objective -> special tokens of its toy tokenizer, as arguments of `PreTrainedTokenizerFast`."""
 MARKER = ".crosshead-toy"
-"""Its presence says that `--toy` has made a folder, and may write there again."""
+"""Marker file of a folder that `--toy` has made and may overwrite."""
 SYSTEM_ERROR = "(os error "
-"""In the messages of libraries in Rust, before the number of a system's error."""
+"""Marks an operating-system error in the messages of Rust libraries (safetensors, tokenizers)."""
 HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8
-"""Of the diffusion models: features of a head, pixels or latents along a side, channels in the autoencoder."""
+"""Toy diffusion model: head dimension, side length in pixels or latents, channels of the autoencoder."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-LATENT |= {"n_group": 2, "topk_group": 1, "head_dim": 4}  # in these configs, that of RoPE
-"""The largest values of a model with MLA."""
+LATENT |= {"n_group": 2, "topk_group": 1, "head_dim": 4}  # in MLA configs, head_dim is the rotary dimension
+"""Maximum sizes of a toy model with MLA."""
 
 
 def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """`toy` in a folder that is new, empty, or made by an earlier call: a user's own files are not overwritten."""
+    """Call `toy` if the folder is new, empty or made by an earlier call, so that no user files are overwritten."""
     folder = expanded(folder)
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
@@ -63,14 +63,14 @@ def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
         raise RecipeError(f"--toy={folder} cannot be read: {error.strerror}") from None
     try:
         return toy(recipe, folder)
-    except Exception as error:  # for a full disk, safetensors and tokenizers raise types of their own
+    except Exception as error:  # on a full disk, safetensors and tokenizers raise their own exception types
         if isinstance(error, OSError) or SYSTEM_ERROR in str(error):
             raise RecipeError(f"--toy={folder} cannot be written: {one_line(error)}") from error
         raise
 
 
 def toy(recipe: Recipe, folder: Path) -> Recipe:
-    """The small recipe; writes its tokenizer, text and models into the folder."""
+    """Return the small recipe, and write its tokenizer, data and models into the folder."""
     if recipe.model.config is None:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _small_run(recipe: Recipe, folder: Path, model: ModelOptions) -> Recipe:
-    """The recipe with a small model, in a few steps on little data."""
+    """Return the recipe with the given small model, a few steps and little data."""
     return replace(
         recipe,
         output=str(folder / "run"),
@@ -108,7 +108,7 @@ def _small_run(recipe: Recipe, folder: Path, model: ModelOptions) -> Recipe:
 def toy_config(
     content: Mapping[str, Any], vocabulary: int, objective: ObjectiveOptions = NEXT_TOKEN
 ) -> dict[str, Any]:
-    """The same heads, mechanisms in the same share of layers, and small sizes otherwise."""
+    """Return a small model configuration: same heads, mechanisms in the same fraction of layers, small sizes."""
     large = model_config(content, objective)
     count = min(TOY_LAYERS, large.num_hidden_layers)
     sizes = {
@@ -128,33 +128,33 @@ def toy_config(
     if "num_experts" in content:
         sizes |= EXPERTS
     if hasattr(large, "kv_lora_rank"):
-        given = {name: getattr(large, name) for name in LATENT}
-        sizes |= {name: min(value, LATENT[name]) for name, value in given.items() if value is not None}
+        values = {name: getattr(large, name) for name in LATENT}
+        sizes |= {name: min(value, LATENT[name]) for name, value in values.items() if value is not None}
     return dict(content) | sizes | {"mixers": _toy_mixers(large, count)}
 
 
 def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
-    """The small configuration of a vision transformer. A model with stages keeps the first layer of each stage."""
+    """Return the small configuration of a vision transformer; a model with stages keeps the first layer of each."""
     sizes: dict[str, Any] = {CLASS_COUNT: CLASSES}
     if hasattr(large, "depths"):
-        kept = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
-        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(kept)}
+        indices = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
+        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(indices)}
         sizes |= {"image_size": 64}
     else:
         count = min(TOY_LAYERS, large.num_hidden_layers)
-        kept = [index * large.num_hidden_layers // count for index in range(count)]
+        indices = [index * large.num_hidden_layers // count for index in range(count)]
         sizes |= {"hidden_size": 4 * large.num_attention_heads, "intermediate_size": 64, "num_hidden_layers": count}
         sizes |= {"image_size": 4 * large.patch_size}
-    mixers = {name: _toy_options(name, options, kept) for name, options in large.mixers.items()}
+    mixers = {name: _toy_options(name, options, indices) for name, options in large.mixers.items()}
     return dict(content) | sizes | {"mixers": mixers}
 
 
 def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
-    """The mechanisms in some of the layers; a model with encoder and decoder has some for each part."""
+    """Return the mechanisms' options for the remaining layers; an encoder-decoder has mechanisms per part."""
 
     def small(mixers: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        kept = [index * layers // count for index in range(count)]
-        return {name: _toy_options(name, options, kept) for name, options in mixers.items()}
+        indices = [index * layers // count for index in range(count)]
+        return {name: _toy_options(name, options, indices) for name, options in mixers.items()}
 
     if not large.is_encoder_decoder:
         return small(large.mixers, large.num_hidden_layers)
@@ -163,7 +163,7 @@ def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
 
 
 def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
-    """A mechanism's options for some of its layers."""
+    """Return a mechanism's options for a subset of the layers, with the layers renumbered from 0."""
     kinds = RULES[name].options
     small = {
         key: [value[layer] for layer in layers]
@@ -177,7 +177,7 @@ def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> di
 
 
 def _toy_data(data: DataOptions, folder: Path, is_text: bool) -> DataOptions:
-    """The same number of sources, all with the same text, whose documents are Python's help topics, or images."""
+    """Return the data section with as many sources, all of the same toy text (Python's help topics) or toy images."""
     cache = str(folder / "tokens")
     if is_text:
         toy_source = DataSource(write_text(folder / "text.jsonl"), "jsonl")
@@ -189,13 +189,13 @@ def _toy_data(data: DataOptions, folder: Path, is_text: bool) -> DataOptions:
 
 
 def write_text(path: Path) -> str:
-    """Write a text that is part of CPython as JSON lines; returns the path."""
+    """Write Python's help topics, a text that is part of CPython, as JSON lines; return the path."""
     path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
     return str(path)
 
 
 def _toy_train(train: TrainOptions) -> TrainOptions:
-    """Two micro batches a step, in float32; any warmup becomes one step."""
+    """Return the training options with two micro batches per step, in float32; any warmup becomes one step."""
     counted = {"tokens": train.tokens, "samples": train.samples}
     amounts: dict[str, Any] = {"tokens": SEQUENCES * LENGTH, "samples": SEQUENCES}
     amounts = {unit: batch for unit, batch in amounts.items() if counted[unit] is not None}
@@ -210,24 +210,24 @@ def _toy_train(train: TrainOptions) -> TrainOptions:
 
 
 def write_tokenizer(folder: Path, **special: Any) -> int:
-    """A token for each byte and one for the end of a document; returns the number of tokens.
+    """Write a byte-level tokenizer with an end-of-document token; return the number of tokens.
 
-    `special` are further tokens by their role, as an argument of the library's class.
+    `special` has further special tokens, as keyword arguments of `PreTrainedTokenizerFast`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    more = [token for value in special.values() for token in ([value] if isinstance(value, str) else value)]
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END, *more]
-    byte_level = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    special_tokens = [token for value in special.values() for token in ([value] if isinstance(value, str) else value)]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END, *special_tokens]
+    byte_level = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     byte_level.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token=END, **special).save_pretrained(str(folder))
-    return len(letters)
+    return len(tokens)
 
 
 def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective: ObjectiveOptions) -> str:
-    """Write a model with random weights; the global random state stays the same."""
+    """Write a model with random weights and return its path; the global random state is unchanged."""
     kind = getattr(transformers, objective.auto_class)
     with named_model_config(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -239,7 +239,7 @@ def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective:
 
 
 def _toy_diffusion(recipe: Recipe, folder: Path) -> ModelOptions:
-    """The section `model` of a diffusion recipe: a small DiT and, if the recipe has one, a small autoencoder."""
+    """Return the section `model` of a diffusion recipe with a small DiT and, if the recipe has one, autoencoder."""
     content = recipe.model.config or {}
     large = dit_config(content)
     count = min(TOY_LAYERS, large.num_layers)
@@ -257,7 +257,7 @@ def _toy_diffusion(recipe: Recipe, folder: Path) -> ModelOptions:
 
 
 def _write_vae(folder: Path, channels: int, seed: int) -> str:
-    """Write an autoencoder with random weights, whose latents have half the size of the image."""
+    """Write a random autoencoder whose latents have half the image's side length; return its path."""
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL

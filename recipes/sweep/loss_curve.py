@@ -1,8 +1,8 @@
-"""The loss curve of a finished run: a power law through it, spikes, and a rise at its end.
+"""Loss curve of a finished run: fitted power law, number of spikes, and rise at the end.
 
-The loss after D tokens is `L(D) = (Dc / D)^a + L0` (MEA, appendix D, equation 35). For a given exponent, height and
-floor are a linear problem, so that the search is over one number. Huber's weights limit the effect of outliers such as
-spikes.
+The loss after D tokens is `L(D) = (Dc / D)^a + L0` (MEA, appendix D, equation 35). For a fixed exponent `a`, the fit
+of height and floor is a linear least-squares problem, so that the search is one-dimensional. Huber weights limit the
+effect of outliers such as spikes.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from ..trainer.metrics import MIN_DIVERGENCE, MIN_SPIKE, RECENT, SPIKE, LossMoni
 
 HELD_OUT, TRAINING = "held-out", "training"
 MIN_POINTS = 5
-"""Two more than the curve has parameters."""
+"""Minimum number of points of a curve: two more than it has parameters."""
 EXPONENTS = np.geomspace(0.02, 4.0, 60)
-"""Tried first; the search then continues between the neighbours of the best one."""
+"""Grid of exponents; the search continues between the neighbours of the best one."""
 ROUNDS, HUBER = 20, 1.345
-"""Maximum number of reweighting rounds, and Huber's threshold in standard deviations."""
+"""Maximum number of reweighting rounds, and Huber threshold in standard deviations."""
 EXACT = 1e-9
-"""Residuals below this share of the loss count as zero."""
+"""Residuals below this fraction of the loss count as zero."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Numbers of tokens, and the loss after each."""
+    """Losses of a run, each with the number of tokens trained before it."""
 
     tokens: tuple[int, ...]
     losses: tuple[float, ...]
@@ -42,36 +42,36 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted power law."""
+    """Fitted power law `L(D) = (tokens / D)^exponent + floor`."""
 
     tokens: float
-    """Dc."""
+    """Dc, the scale of the power law in tokens."""
     exponent: float
-    """a."""
+    """a, the exponent."""
     floor: float
-    """L0, the limit of the loss."""
+    """L0, the limit of the loss for infinitely many tokens."""
     error: float
-    """The standard error of the fitted loss at the last point."""
+    """Standard error of the fitted loss at the last point."""
 
     def loss(self, tokens: float) -> float:
-        """After a number of tokens."""
+        """Return the loss after training on a number of tokens."""
         return float((self.tokens / tokens) ** self.exponent + self.floor)
 
 
 def curve_start(run: Recipe) -> int:
-    """The step after which the curve begins: after the warmup, and after the steps with another loss."""
+    """Return the step after which the curve begins: after the warmup, and after steps with an attention loss."""
     return max(run.warmup_steps, run.attention_loss_steps)
 
 
 def loss_kind(recipe: Recipe) -> str:
-    """Held-out loss, as in the paper, if the recipe evaluates often enough for a curve; otherwise training loss."""
+    """Return the kind of loss to fit: held-out, as in the paper, if evaluated often enough; otherwise training."""
     every = recipe.watch.evaluate_every
     points = (recipe.steps - curve_start(recipe)) // every if every else 0
     return HELD_OUT if points >= MIN_POINTS else TRAINING
 
 
 def loss_curve(run: Recipe, kind: str) -> LossCurve:
-    """The losses of a run from the curve's start on."""
+    """Return the losses of a run after `curve_start`, of the kind `HELD_OUT` or `TRAINING`."""
     lines = MetricsFile.lines(Path(run.output))
     points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     if kind == TRAINING:
@@ -81,17 +81,18 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
 
 
 def count_spikes(run: Recipe) -> int:
-    """The number of loss spikes."""
+    """Return the number of spikes in the training loss of a run."""
     monitor = LossMonitor(run.loss_changes)
-    with suppress(RecipeError):  # of a run that diverged
+    with suppress(RecipeError):  # raised for a run that diverged
         monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
     return monitor.spikes
 
 
 def final_rise(run: Recipe) -> float:
-    """The rise of the averaged training loss from its minimum to the end; 0 if it may be noise.
+    """Return the rise of the averaged training loss from its minimum to the end; 0 if it may be noise.
 
-    Or the rise from the first loss, that of the untrained model, if it is large: one loss alone may be low by chance.
+    If the final average is more than `MIN_DIVERGENCE` above the first loss (the untrained model), return that rise.
+    Smaller rises above the first loss do not count, as a single loss may be low by chance.
     """
     losses = loss_curve(run, TRAINING).losses
     window = min(RECENT, len(losses) // 5)
@@ -106,7 +107,7 @@ def final_rise(run: Recipe) -> float:
 
 
 def fit_scaling_law(tokens: Sequence[float], losses: Sequence[float]) -> ScalingLaw:
-    """The power law through losses after numbers of tokens; its height and its floor are not negative."""
+    """Fit the power law, with non-negative height and floor, to losses after numbers of tokens."""
     if len(tokens) != len(losses) or len(set(tokens)) < MIN_POINTS:
         raise ValueError(f"{len(set(tokens))} points are too few for a curve: use {MIN_POINTS} or more")
     x, y = (np.asarray(numbers, dtype=np.float64) for numbers in (tokens, losses))
@@ -117,7 +118,7 @@ def fit_scaling_law(tokens: Sequence[float], losses: Sequence[float]) -> Scaling
     for _ in range(ROUNDS):
         exponent, height, floor = _fit(x / last, y, weights)
         residuals = np.abs(height * (x / last) ** -exponent + floor - y)
-        deviation = 1.4826 * np.median(residuals)  # the standard deviation, if the noise is normal
+        deviation = 1.4826 * np.median(residuals)  # estimates the standard deviation of normal noise
         if deviation < EXACT * np.abs(y).max():
             break
         before, weights = weights, HUBER * deviation / np.maximum(residuals, HUBER * deviation)
@@ -128,7 +129,7 @@ def fit_scaling_law(tokens: Sequence[float], losses: Sequence[float]) -> Scaling
 
 
 def _fit(x: Numbers, y: Numbers, weights: Numbers) -> tuple[float, float, float]:
-    """Exponent, height at 1 and floor with the least weighted squares."""
+    """Return the exponent, height at x = 1 and floor that minimise the weighted squared error."""
     from scipy.optimize import minimize_scalar, nnls
 
     root = np.sqrt(weights)
@@ -138,15 +139,15 @@ def _fit(x: Numbers, y: Numbers, weights: Numbers) -> tuple[float, float, float]
 
     best = int(np.argmin([solve(exponent)[1] for exponent in EXPONENTS]))
     bounds = EXPONENTS[max(0, best - 1)], EXPONENTS[min(len(EXPONENTS) - 1, best + 1)]
-    exponent = float(minimize_scalar(lambda each: solve(each)[1] ** 2, bounds=bounds, options={"xatol": 1e-9}).x)
+    exponent = float(minimize_scalar(lambda value: solve(value)[1] ** 2, bounds=bounds, options={"xatol": 1e-9}).x)
     height, floor = solve(exponent)[0].tolist()
     return exponent, height, floor
 
 
 def _variance_at_last(x: Numbers, weights: Numbers, exponent: float) -> float:
-    """The variance of the fitted loss at 1, the last point, relative to that of one point.
+    """Return the variance of the fitted loss at the last point (x = 1), relative to the variance of one point.
 
-    Of height, floor and exponent; that of the exponent also counts for a flat curve.
+    It accounts for the uncertainty of height, floor and exponent, where the exponent counts even for a flat curve.
     """
     gradients = np.stack([x**-exponent, np.ones_like(x), x**-exponent * np.log(x)], axis=1)
     at_last = np.array([1.0, 1.0, 0.0])

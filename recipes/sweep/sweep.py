@@ -1,12 +1,12 @@
-"""Chooses a learning rate: a short run with each, a power law through each loss curve, the largest stable rate.
+"""Learning-rate sweep: make a run with each rate, fit a power law to each loss curve, choose the largest stable rate.
 
-Multi-head Explicit Attention (section 5.1.2, appendices D and E) takes, for each model, the largest rate at which the
-loss never jumps for good, and reports that it also has the lowest final loss. Rules that the paper does not give:
+Multi-head Explicit Attention (section 5.1.2, appendices D and E) chooses, for each model, the largest rate without a
+permanent jump of the loss, and reports that it also has the lowest final loss. Rules that the paper does not give:
 
-- A run is stable if it finished without a loss that is not finite or diverged, and if its training loss did not rise
-  towards the end by more than noise. Spikes that passed are counted, and do not matter.
-- The largest stable rate is chosen. If the fitted loss of a smaller one is lower by more than twice the standard error
-  of the two, the report names it as `lower`.
+- A run is stable if all its losses are finite, it did not diverge, and its training loss did not rise towards the end
+  by more than noise. Transient spikes are counted, but do not make a run unstable.
+- The largest stable rate is chosen. If the fitted loss of a smaller rate is lower by more than `ERRORS` standard
+  errors of the difference, the report names that rate as `lower`.
 - Curves begin after the warmup.
 """
 
@@ -33,19 +33,20 @@ from . import loss_curve as curves
 
 REPORT, PICTURE, DIVERGED = "sweep.json", "sweep.svg", "diverged.json"
 ERRORS = 2
-"""Standard errors by which losses must differ."""
+"""Number of standard errors by which fitted losses must differ to count as different."""
 DOTS, SEGMENTS = 200, 60
-"""Of each curve in the plot."""
+"""Maximum number of dots, and number of line points, per curve in the plot."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one learning rate."""
+    """Result of the run with one learning rate."""
 
     learning_rate: float
     output: str
+    """Output folder of the run."""
     error: str
-    """The reason why it is not stable; empty if it is."""
+    """Reason why the run is not stable; empty if it is stable."""
     spikes: int
     curve: curves.LossCurve
     law: curves.ScalingLaw | None
@@ -53,22 +54,22 @@ class Attempt:
 
     @property
     def stable(self) -> bool:
-        """Whether the rate may be chosen."""
+        """Whether the run is stable, so that its learning rate may be chosen."""
         return not self.error
 
     @property
     def fitted_loss(self) -> float:
-        """After the last token."""
+        """Fitted loss at the last point of the curve; infinite if the run diverged."""
         return self.law.loss(self.curve.tokens[-1]) if self.law else math.inf
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the report."""
+        """Return the run's entry in the report."""
         return asdict(self) | {"stable": self.stable, "fitted_loss": self.fitted_loss if self.law else None}
 
 
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
-    """Train the runs that are not finished, and write `sweep.json` and `sweep.svg` into the recipe's output."""
-    import matplotlib  # noqa: F401  # a missing package is an error before the training
+    """Train the unfinished runs, write `sweep.json` and `sweep.svg` into the recipe's output, return the report."""
+    import matplotlib  # noqa: F401  # fail before the training if the package is missing
 
     if not recipe.counts_tokens:
         raise RecipeError(f"sweep fits curves over tokens, and the objective {recipe.objective.name} counts samples")
@@ -92,7 +93,7 @@ def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
 
 
 def sweep_runs(recipe: Recipe) -> list[Recipe]:
-    """A recipe for each learning rate, the smallest first."""
+    """Return one recipe per learning rate, the smallest rate first."""
     if recipe.sweep is None:
         raise RecipeError("the recipe has no section `sweep`: give it, as in sweep: {learning_rates: [1e-4, 3e-4]}")
     fixed = recipe.train.mechanisms.learning_rate
@@ -113,7 +114,7 @@ def sweep_runs(recipe: Recipe) -> list[Recipe]:
 
 
 def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
-    """Train a run to its end; returns the error if it diverged, and the signal if it was stopped."""
+    """Train a run to its end; return the error message if it diverged, and the signal if it was stopped."""
     content = json.loads(json.dumps(asdict(run)))
     marker = Path(run.output) / DIVERGED
     before = json.loads(marker.read_bytes()) if marker.exists() else {}
@@ -135,7 +136,7 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
 
 
 def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
-    """Whether a finished run is stable, and its fitted loss."""
+    """Evaluate a finished run: stability, spikes and fitted power law; `diverged` is the error of a diverged run."""
     curve, reason, rise = curves.loss_curve(run, kind), diverged or "", curves.final_rise(run)
     if not reason and rise:
         reason = f"the loss rose {rise:.2f} above its minimum"
@@ -148,13 +149,13 @@ def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
 
 
 def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:
-    """The largest stable rate; and the one with the lowest fitted loss, if that is significantly lower."""
-    stable = [each for each in attempts if each.stable]
+    """Return the run with the largest stable rate, and the run with the lowest loss if it is significantly lower."""
+    stable = [attempt for attempt in attempts if attempt.stable]
     if not stable:
         return None, None
-    chosen = max(stable, key=lambda each: each.learning_rate)
-    best = min(stable, key=lambda each: each.fitted_loss)
-    error = math.hypot(*(each.law.error for each in (chosen, best) if each.law))
+    chosen = max(stable, key=lambda attempt: attempt.learning_rate)
+    best = min(stable, key=lambda attempt: attempt.fitted_loss)
+    error = math.hypot(*(attempt.law.error for attempt in (chosen, best) if attempt.law))
     return chosen, best if chosen.fitted_loss - best.fitted_loss > ERRORS * error else None
 
 
@@ -165,13 +166,13 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
         "tokens": recipe.steps * recipe.per_step,
         "chosen": chosen.learning_rate if chosen else None,
         "lower": lower.learning_rate if lower else None,
-        "runs": [each.as_dict() for each in attempts],
+        "runs": [attempt.as_dict() for attempt in attempts],
         "stopped_by": None,
     }
 
 
 def plot(report: Mapping[str, Any]) -> str:
-    """The report as SVG: measured losses as dots, fitted power laws as lines; runs that diverged may be cut off."""
+    """Plot the report as SVG: losses as dots, fitted power laws as lines; diverged runs may leave the axis range."""
     runs = report["runs"]
     finished = [loss for run in runs if run["law"] for _, loss in _dots(run)]
     with svg_plot("tokens", f"{report['loss']} loss") as (axes, picture):
@@ -187,11 +188,11 @@ def plot(report: Mapping[str, Any]) -> str:
 
 
 def _law(run: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Points of the fitted power law; none if the run diverged."""
+    """Return tokens and losses of points on the fitted power law; empty if the run diverged."""
     if not run["law"]:
         return [], []
     tokens = numpy.geomspace(run["curve"]["tokens"][0], run["curve"]["tokens"][-1], SEGMENTS)
-    return tokens, [curves.ScalingLaw(**run["law"]).loss(each) for each in tokens]
+    return tokens, [curves.ScalingLaw(**run["law"]).loss(count) for count in tokens]
 
 
 def _label(run: Mapping[str, Any], chosen: bool) -> str:
@@ -201,7 +202,10 @@ def _label(run: Mapping[str, Any], chosen: bool) -> str:
 
 
 def _dots(run: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """At most `DOTS` points of a curve: means of neighbours."""
+    """Reduce a curve to at most `DOTS` points, by means over neighbours."""
     tokens, losses = run["curve"]["tokens"], run["curve"]["losses"]
     size = math.ceil(len(losses) / DOTS) or 1
-    return [(mean(tokens[at : at + size]), mean(losses[at : at + size])) for at in range(0, len(losses), size)]
+    return [
+        (mean(tokens[start : start + size]), mean(losses[start : start + size]))
+        for start in range(0, len(losses), size)
+    ]

@@ -1,1 +1,1 @@
-"""The training run: trainer, checkpoints, losses and metrics."""
+"""The training loop: trainer, objectives, losses, checkpoints and metrics."""

@@ -1,4 +1,4 @@
-"""Callbacks of the Trainer: stop on a signal, report progress, and apply the recipe's intervals after resuming."""
+"""Trainer callbacks: stop on a signal, report progress, and apply the recipe's intervals after resuming."""
 
 import os
 import signal
@@ -15,25 +15,26 @@ from crosshead.common.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST = 2.0
-"""Seconds in which a repeated signal is the same request: launchers forward signals that all processes received."""
+"""Seconds in which a repeated signal counts as the same request: launchers forward signals that the processes also
+received themselves."""
 
 
 class StopOnSignal(TrainerCallback):
-    """Stops on Ctrl-C or SIGTERM after the current step or evaluation batch, with a checkpoint.
+    """Stops the run on Ctrl-C or SIGTERM, with a checkpoint, after the current step or evaluation batch.
 
-    All processes stop at the same step. A second signal ends the process at once, as without this callback.
+    All processes stop at the same step. A second signal kills the process at once, as without this callback.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that was received, by this or another process."""
+        """Number of the signal that this or another process received."""
         self._received_at: float | None = None
         self._before: dict[int, Any] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals inside the block; in the main thread only, as Python allows no other."""
-        with suppress(ValueError):  # of another thread
+        """Handle signals inside the block; has no effect outside the main thread, where Python forbids handlers."""
+        with suppress(ValueError):  # raised outside the main thread
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -53,34 +54,34 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop if any process received a signal."""
+        """Save a checkpoint and stop if any process received a signal."""
         if self._is_requested(args, state):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # an evaluation may take long
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The same after a batch of an evaluation, whose result is dropped."""
+        """Stop during an evaluation, whose result is dropped, if any process received a signal."""
         control.should_training_stop |= self._is_requested(args, state)
 
     def _is_requested(self, args: Any, state: Any) -> bool:
-        """Whether any process received a signal, and steps remain."""
-        found = _maximum(self.signal or 0, args)
-        if found:  # otherwise a signal may have come during the reduction: it counts the next time
-            self.signal = found
-        return bool(found) and state.global_step < state.max_steps
+        """Whether any process received a signal and steps remain; a collective operation."""
+        number = _maximum(self.signal or 0, args)
+        if number:  # otherwise a signal may have arrived during the reduction: it is reduced next time
+            self.signal = number
+        return bool(number) and state.global_step < state.max_steps
 
 
 def _maximum(number: int, args: Any) -> int:
-    """The maximum of a number over all processes."""
+    """Return the maximum of a number over all processes."""
     if args.world_size == 1:
         return number
-    found = torch.tensor(number, device=args.device)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return int(found)
+    maximum = torch.tensor(number, device=args.device)
+    torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX)
+    return int(maximum)
 
 
 class ReportProgress(TrainerCallback):
-    """Reports each step, with the last logged loss and the speed since the start."""
+    """Reports progress at each step, with the last logged loss and the mean speed since the start."""
 
     def __init__(self, progress: Progress, per_step: int, unit: str = "tokens") -> None:
         self._progress, self._per_step, self._unit = progress, per_step, unit
@@ -88,12 +89,12 @@ class ReportProgress(TrainerCallback):
         self._start: tuple[float, int] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The time of the first step of this process."""
+        """Record the start time at the first step of this process."""
         if self._start is None:
             self._start = time.perf_counter(), state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """A new loss."""
+        """Update and report the message with a new training or held-out loss."""
         start, first = self._start or (0.0, 0)
         for name, label in (("loss", "loss"), ("eval_loss", "held-out loss")):
             if logs and name in logs:
@@ -102,14 +103,14 @@ class ReportProgress(TrainerCallback):
                 self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step is done."""
+        """Report that a step is done, in the main process."""
         if state.is_world_process_zero:
             self._progress("training", state.global_step, state.max_steps, self._message)
 
 
 class ApplyIntervals(TrainerCallback):
-    """Replaces the intervals of logging, evaluation and saving in a checkpoint by those of the recipe."""
+    """Replaces the checkpoint's intervals of logging, evaluation and saving by the recipe's."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Compute them from the arguments."""
+        """Recompute the intervals from the arguments, after the state of a checkpoint was loaded."""
         state.compute_steps(args, args.max_steps)

@@ -1,4 +1,4 @@
-"""transformers' Trainer with atomic checkpoints, and a result that loads without crosshead."""
+"""transformers' Trainer with atomic checkpoints and a saved model that loads without crosshead."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from .parameters import has_lora
 
 
 class CheckpointTrainer(Trainer):
-    """A trainer whose run can be resumed after it was killed at any moment."""
+    """A Trainer whose run can be resumed after being killed at any moment."""
 
     model: Any
 
@@ -42,11 +42,11 @@ class CheckpointTrainer(Trainer):
 
     @property
     def _is_dit(self) -> bool:
-        """Whether the model is one of diffusers."""
+        """Whether the model is a diffusers model (DiT)."""
         return not isinstance(self.model, PreTrainedModel) and not has_lora(self.model)
 
     def _check_checkpoint(self, checkpoint: Path) -> None:
-        """The step is that of the folder's name, and the optimizer's state exists: the library checks neither."""
+        """Check that the step matches the folder name and that optimizer state exists; transformers checks neither."""
         with self._loading():
             step = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
             if step != step_of(checkpoint):
@@ -55,7 +55,7 @@ class CheckpointTrainer(Trainer):
                 raise ValueError("it lacks the optimizer's state")
 
     def save_result(self, folder: Path) -> None:
-        """Save the trained model alone, for `from_pretrained`."""
+        """Save only the trained model, with merged LoRA weights, for `from_pretrained`."""
         if has_lora(self.model):
             if self.args.should_save:
                 self.model.merge_and_unload().save_pretrained(str(folder))
@@ -69,7 +69,7 @@ class CheckpointTrainer(Trainer):
             self._unwrapped().save_pretrained(str(folder), state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """For a checkpoint: tensors as in memory, and no pickled arguments."""
+        """Save the model for a checkpoint: tensors as in memory, not converted, and no pickled arguments."""
         if self._is_dit:
             if self.args.should_save:
                 save_weights(self.model, Path(str(output_dir)))
@@ -78,7 +78,7 @@ class CheckpointTrainer(Trainer):
             self._unwrapped().save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 
     def _unwrapped(self) -> Any:
-        """The model in its original class: FSDP makes a class whose file would be saved as the model's code."""
+        """Return the model in its original class: the class that FSDP creates would be saved as custom code."""
         if not self.is_fsdp_enabled:
             return self.model
         with torch.device("meta"):
@@ -108,7 +108,7 @@ class CheckpointTrainer(Trainer):
     def _loading(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # damaged files raise many types; torch adds unsafe advice in later sentences
+        except Exception as error:  # many types; only the first sentence, as torch adds unsafe advice after it
             raise RecipeError(
                 f"{self.checkpoint} cannot be loaded: {one_line(error).split('. ')[0]}; if it is damaged, remove it: "
                 "the same command then resumes from the checkpoint before"

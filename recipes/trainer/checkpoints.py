@@ -1,14 +1,14 @@
-"""Atomic checkpoints, and the lock and identity of a run's folder.
+"""Atomic checkpoints, and the lock and fingerprint of a run's output folder.
 
     <output>/
-      run.json           the settings that determine the losses of the run
-      metrics.jsonl      a line per logged step
-      checkpoint-<step>/ complete: written elsewhere, listed in complete.json, synced, then renamed
-      .partial/          files in writing, or those of a killed process
-      .lock              held by the run that writes here
-      model/             the result, at the end
+      run.json           fingerprint: the settings that determine the losses of the run
+      metrics.jsonl      one line per logged step
+      checkpoint-<step>/ a complete checkpoint: written in .partial, listed in complete.json, synced, then renamed
+      .partial/          files being written, or left by a killed process
+      .lock              lock file, held by the running process
+      model/             the trained model, at the end
 
-A run resumes from the newest checkpoint whose files have the sizes in its list.
+A run resumes from the newest checkpoint whose files have the sizes that its complete.json lists.
 """
 
 import json
@@ -34,24 +34,24 @@ RUN, RUN_PARTIAL = "run.json", "run.partial"
 MODEL = "model"
 METRICS = "metrics.jsonl"
 WEIGHTS_OF = "weights of"
-"""Prefix of the keys in `run.json` that identify initial weights. Runs of earlier versions have no such keys."""
+"""Prefix of the keys in `run.json` that identify the initial weights. Runs of earlier versions lack these keys."""
 
 logger = logging.getLogger(__name__)
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints of a run, the newest first."""
-    found = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
-    return [path for path in sorted(found, key=step_of, reverse=True) if _is_complete(path)]
+    """Return the complete checkpoints of a run, the newest first."""
+    paths = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return [path for path in sorted(paths, key=step_of, reverse=True) if _is_complete(path)]
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of steps before a checkpoint."""
+    """Return the number of completed steps in a checkpoint, from the name of its folder."""
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def publish(partial: Path, output: Path, keep: int) -> None:
-    """Make a written checkpoint complete, and remove the oldest."""
+    """Move a written checkpoint to its final place, and remove all but the `keep` newest checkpoints."""
     files = (path for path in sorted(partial.rglob("*")) if path.is_file())
     sizes = {file.relative_to(partial).as_posix(): file.stat().st_size for file in files}
     (partial / LIST).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
@@ -61,7 +61,7 @@ def publish(partial: Path, output: Path, keep: int) -> None:
 
 
 def move_synced(partial: Path, target: Path) -> None:
-    """Move a folder to its place, synced to the disk; a folder that is there is removed last."""
+    """Sync a folder to disk and rename it to `target`; an existing target is removed after the rename."""
     for path in (*partial.rglob("*"), partial):
         sync(path)
     old = partial.with_name(f"{target.name}.old")
@@ -73,7 +73,7 @@ def move_synced(partial: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file or folder to the disk, so that it survives a power cut."""
+    """Flush a file or folder to disk (fsync), so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,7 +83,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writable(output: Path) -> Iterator[None]:
-    """`RecipeError` if the system does not allow to write to the folder."""
+    """Convert an `OSError` inside the block to a `RecipeError` that names the output folder."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,10 @@ def writable(output: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_output(output: Path) -> Iterator[None]:
-    """Create the folder, and lock it against other runs until the block or the process ends."""
+    """Create the output folder, and lock it against other runs until the block or the process ends.
+
+    A new folder is removed again if an error occurs before anything but the lock and the fingerprint was written.
+    """
     is_new = not output.exists()
     with writable(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -111,14 +114,17 @@ def locked_output(output: Path) -> Iterator[None]:
             yield
         except BaseException:
             written = {path.name for path in output.iterdir() if path.stat().st_size}
-            if is_new and written <= {LOCK, RUN, RUN_PARTIAL}:  # refused before the training
+            if is_new and written <= {LOCK, RUN, RUN_PARTIAL}:  # failed before the training
                 shutil.rmtree(output)
             raise
 
 
 @contextmanager
 def writing(name: str, output: Path) -> Iterator[None]:
-    """After an error, which becomes one line, remove partial files; libraries raise many types for a full disk."""
+    """Remove partial files after an error inside the block, and convert it to a `RecipeError`.
+
+    All exceptions are caught, since libraries raise many types on a full disk.
+    """
     try:
         yield
     except Exception as error:
@@ -132,7 +138,7 @@ def writing(name: str, output: Path) -> Iterator[None]:
 
 
 def claim_output(output: Path, run: Mapping[str, Any]) -> None:
-    """Record the run's fingerprint; `RecipeError` if the folder has checkpoints or the model of another run."""
+    """Write the run's fingerprint; raise `RecipeError` if the folder has checkpoints or a model of another run."""
     path, has_results = output / RUN, bool(checkpoints(output)) or (output / MODEL).exists()
     if not path.exists() and (has_results or any(output.glob(f"{PREFIX}*")) or (output / METRICS).exists()):
         raise RecipeError(f"{output} has a model or a run, but no {RUN} to identify it: choose another output")
@@ -169,5 +175,5 @@ def _is_complete(checkpoint: Path) -> bool:
 
 @cache
 def _warn(checkpoint: Path) -> None:
-    """Once for each checkpoint."""
+    """Warn about a damaged checkpoint, once per checkpoint."""
     logger.warning("%s is damaged: the checkpoint is skipped", checkpoint)

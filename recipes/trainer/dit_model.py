@@ -1,8 +1,8 @@
-"""DiT for training: the paper's initial values, and one embedding of time and class for all blocks.
+"""DiT for training: the paper's initialisation, and one timestep and class embedding shared by all blocks.
 
-diffusers gives each block an embedding of time and class of its own, which drops labels at random by itself. In the
-paper there is one, and a label is dropped for the whole model or not at all. Here all blocks share that of the first
-one, and labels are dropped with the data.
+In diffusers, each block has its own timestep and class embedding, which drops labels at random on its own. The paper
+has a single embedding, so that a label is dropped for the whole model or not at all. Here, all blocks share the first
+block's embedding, and the data drop labels.
 """
 
 import copy
@@ -15,20 +15,21 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 ZERO = ("norm1.linear", "proj_out_1", "proj_out_2")
-"""Maps that start as zero: those of AdaLN-zero, and the last one."""
+"""Linear layers that are initialised to zero: adaLN-Zero modulation (norm1.linear, proj_out_1) and the output."""
 SMALL = ("timestep_embedder.linear_1", "timestep_embedder.linear_2", "class_embedder.embedding_table")
+"""Layers that are initialised from a normal distribution with `SMALL_STD`."""
 SMALL_STD = 0.02
 FUSED = ("to_q", "to_k", "to_v")
-"""In the paper's code one matrix, for whose size Xavier's range is smaller."""
+"""Projections that are one fused matrix in the paper's code, for whose size the Xavier range is smaller."""
 
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Set the initial values of DiT's code; those of mechanisms stay as they are."""
+    """Initialise the model like the DiT paper's code; the parameters of mechanisms keep their values."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             gain = 0.5**0.5 if name.endswith(FUSED) else 1.0
-            nn.init.xavier_uniform_(module.weight.flatten(1), gain)  # a patch is embedded by a linear map
+            nn.init.xavier_uniform_(module.weight.flatten(1), gain)  # treats the patch convolution as a linear layer
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         if name.endswith(ZERO):
@@ -38,7 +39,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def share_embeddings(model: Any) -> None:
-    """Let all blocks use the first one's embedding of time and class, which keeps all labels."""
+    """Let all blocks share the first block's timestep and class embedding, with label dropping disabled."""
     first = model.transformer_blocks[0].norm1.emb
     first.class_embedder.dropout_prob = 0.0
     for block in model.transformer_blocks:
@@ -46,7 +47,7 @@ def share_embeddings(model: Any) -> None:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Save a trained model as diffusers does, with a copy of the embedding in each block."""
+    """Save a trained model in diffusers' format, with a copy of the shared embedding in each block."""
     first = model.transformer_blocks[0].norm1.emb
     for block in model.transformer_blocks[1:]:
         block.norm1.emb = copy.deepcopy(first)
@@ -56,7 +57,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def save_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Save the weights as the Trainer loads them; tensors that several blocks share are stored for each."""
+    """Save the weights in the format that the Trainer loads; shared tensors are stored once per block."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     state = {name: part.detach().cpu().clone().contiguous() for name, part in model.state_dict().items()}
     save_file(state, checkpoint / SAFE_WEIGHTS_NAME)

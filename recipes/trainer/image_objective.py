@@ -1,4 +1,4 @@
-"""The objective on images: their classes, with soft targets of mixed images."""
+"""Objective of image classification, with soft targets for mixed images."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,16 +24,18 @@ from .objective import LABELS, Objective, Predictions
 
 @dataclass(frozen=True)
 class SoftPredictions(Predictions):
-    """Predictions for mixed images."""
+    """Predictions for images that were mixed in pairs by mixup or CutMix."""
 
     other_labels: torch.Tensor
+    """Class of each image's partner (B)."""
     shares: torch.Tensor
+    """Weight of each image's own class (B)."""
     smoothing: float
-    """The part of a target that is spread over all classes (Szegedy et al., 2016)."""
+    """Label smoothing: fraction of the target that is spread over all classes (Szegedy et al., 2016)."""
 
     @property
     def losses(self) -> torch.Tensor:
-        """The cross-entropy of each image (B): the mean over its two classes, weighted by their shares."""
+        """Cross-entropy of each image (B): the mean over its two classes, weighted by their shares."""
         own, other = (
             functional.cross_entropy(self.logits.float(), labels, reduction="none", label_smoothing=self.smoothing)
             for labels in (self.labels, self.other_labels)
@@ -46,7 +48,7 @@ class Classes(Objective):
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the model's images."""
+        """Channels, height and width of the model's input images."""
         options = self.recipe.model
         if options.path is None:
             config = model_config(options.config or {}, self.recipe.objective)
@@ -56,7 +58,7 @@ class Classes(Objective):
         return image_shape(config)
 
     def load_processor(self) -> ImageInputs:
-        """The image processor, with the sources and their classes."""
+        """Load the image processor, and open the image sources with their classes."""
         require_pillow()
         channels, height, width = self.shape
         path = self.recipe.model.path
@@ -72,17 +74,20 @@ class Classes(Objective):
         return inputs
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
-        """The classes."""
+        """Set the class names of the data; raise `RecipeError` if `model.config` has another number of classes."""
         if CLASS_COUNT in (self.recipe.model.config or {}):
             check_count(config.num_labels, "model.config", processor.classes)
         config.update(class_names(processor.classes))
 
     def new_head(self, processor: ImageInputs) -> dict[str, Any]:
-        """The classes of the data, with `new_classifier`."""
+        """Return the class names of the data if `new_classifier` is set, otherwise no changes."""
         return class_names(processor.classes) if self.options.new_classifier else {}
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
-        """Augmented images; a model that is continued keeps its classes, or gets the names of the data's."""
+        """Open the augmented images, with the model's class indices if the data have the model's classes.
+
+        Otherwise the model's configuration gets the class names of the data.
+        """
         check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
         keep_numbers(processor, [str(config.id2label[number]) for number in range(config.num_labels)])
         config.update(class_names(processor.classes))
@@ -97,20 +102,20 @@ class Classes(Objective):
         return open_images(self.recipe.data, processor, augmentation, progress)
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
-        """Images."""
+        """Return blank images."""
         return {"pixel_values": torch.zeros(rows, *image_shape(config))}
 
     def logits(self, config: Any) -> int:
-        """One for each class."""
+        """Return the number of classes."""
         return int(config.num_labels)
 
     @property
     def collator(self) -> MixImages:
-        """Mixes the images of a batch in pairs."""
+        """Data collator that mixes images in pairs."""
         return MixImages(self.options.mixup, self.options.cutmix)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """One for each image; in the training, with soft targets."""
+        """Return one prediction per image, with soft targets in training."""
         logits, labels = outputs["logits"], inputs[LABELS]
         if SHARES not in inputs:
             return [Predictions("", logits, labels)]
@@ -118,37 +123,37 @@ class Classes(Objective):
         return [SoftPredictions("", logits, labels, inputs[OTHER_LABELS], shares, smoothing)]
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The pixel values."""
+        """Return only the pixel values."""
         return {"pixel_values": inputs["pixel_values"]}
 
 
 def load_image_processor(path: str) -> Any:
-    """The image processor of the model in `model.path`."""
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+    """Load the image processor of the model in `model.path`."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's export needs torchvision
 
     try:
         return AutoImageProcessor.from_pretrained(**placed(path), trust_remote_code=False)
-    except Exception as error:  # damaged files, and libraries that a processor needs
+    except Exception as error:  # damaged files, or a missing package that the processor needs
         raise RecipeError(f"the image processor of model.path={path} cannot be loaded: {one_line(error)}") from None
 
 
 def check_shape(inputs: ImageInputs, shape: tuple[int, int, int], path: str) -> None:
-    """`RecipeError` if the image processor makes pixel values that the model does not read."""
+    """Raise `RecipeError` if the image processor's output does not have the shape that the model reads."""
     channels, height, width = shape
     blank = require_pillow().Image.new("L" if channels == 1 else "RGB", (2 * width, height))
     try:
-        found = tuple(inputs.pixels(blank).shape)
+        actual = tuple(inputs.pixels(blank).shape)
     except Exception as error:
         raise RecipeError(f"the image processor of model.path={path} fails: {one_line(error)}") from None
-    if found != shape:
+    if actual != shape:
         raise RecipeError(
-            f"the image processor of model.path={path} gives pixel values of shape {list(found)}, but the model reads "
-            f"{list(shape)}: use the model's own preprocessor_config.json"
+            f"the image processor of model.path={path} gives pixel values of shape {list(actual)}, but the model "
+            f"reads {list(shape)}: use the model's own preprocessor_config.json"
         )
 
 
 def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:
-    """`RecipeError` if a model has another number of classes than the data."""
+    """Raise `RecipeError` if the model's number of classes differs from the data's."""
     if number != len(classes):
         raise RecipeError(
             f"{whose} has num_labels={number}, but the data have {len(classes)} classes: use a model or data with the "
@@ -157,14 +162,14 @@ def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:
 
 
 def keep_numbers(inputs: ImageInputs, names: list[str]) -> None:
-    """Number the classes as the model does if the data call them by its names, or else by its numbers."""
+    """Renumber the data's classes like the model if they are named by the model's class names or class indices."""
     for known in (names, [str(number) for number in range(len(names))]):
         if sorted(known) == sorted(inputs.classes):
             return renumber(inputs, known, names)
 
 
 def class_names(classes: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a configuration with the names of the classes."""
+    """Return the configuration fields `id2label` and `label2id`."""
     return {
         "id2label": dict(enumerate(classes)),
         "label2id": {name: number for number, name in enumerate(classes)},

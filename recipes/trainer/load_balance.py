@@ -1,9 +1,9 @@
-"""The load of routed heads and of experts: their balance losses, biases and metrics.
+"""Load balancing of routed heads and of experts: balance losses, router biases and metrics.
 
-Loss-free balancing of experts changes the biases of routers after each step: `bias_i += rate * sign(mean load -
+Loss-free balancing of experts updates the router biases after each step: `bias_i += rate * sign(mean load -
 load_i)` (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024). The load is the
-number of tokens of the whole step that chose an expert. It does not depend on how the step is divided into micro
-batches and processes.
+number of tokens that were routed to an expert in the whole step, however the step is divided into micro batches and
+processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,43 +20,47 @@ from crosshead.modeling.mechanisms.mixture import balance_loss
 
 
 class HeadRouting:
-    """The routers of heads in one model."""
+    """The head routers (mechanism mixture) of one model: scores, balance loss and load."""
 
     def __init__(self, config: Any) -> None:
         mixers = {layer: config.mixers_of_layer(layer) for layer in range(len(config.layouts()))}
-        options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
-        selected = {layer: each["active_heads"] - each["shared_heads"] for layer, each in options.items()}
+        options = {
+            layer: layer_mixers["mixture"] for layer, layer_mixers in mixers.items() if "mixture" in layer_mixers
+        }
+        selected = {layer: mixture["active_heads"] - mixture["shared_heads"] for layer, mixture in options.items()}
         self._selected = {layer: count for layer, count in selected.items() if count}
         self.layers = tuple(self._selected)
-        """Layers with a router that selects heads."""
+        """Indices of the layers whose router selects heads."""
         self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
-        """The weight of the balance loss."""
+        """Weight of the balance loss."""
         stacks: dict[bool, list[int]] = {}
-        for place, layer in enumerate(self.layers):
-            stacks.setdefault(is_of_encoder(config, layer), []).append(place)
-        self._stacks = list(stacks.values())  # the loss is the mean of theirs
+        for index, layer in enumerate(self.layers):
+            stacks.setdefault(is_of_encoder(config, layer), []).append(index)
+        self._stacks = list(stacks.values())  # positions in `layers`: the loss is the mean over encoder and decoder
 
     @classmethod
     def of(cls, config: Any) -> "HeadRouting | None":
-        """None for a model without routers that select heads."""
+        """Return the head routing of a model; None if no router selects heads."""
         routing = cls(config) if hasattr(config, "mixers_of_layer") else None
         return routing if routing is not None and routing.layers else None
 
     def scores(self, outputs: Any) -> list[torch.Tensor]:
-        """The probabilities of each layer in `layers`."""
+        """Return the router probabilities (..., heads) of each layer in `layers`."""
         return [layer for layer in outputs["head_router_scores"] if layer.shape[-1]]
 
     def loss_by_sequence(self, outputs: Any, shares: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the balance losses of sequences, each with its share of the step's predictions.
+        """Return the weighted sum of the sequences' balance losses.
 
-        A balance loss is not a sum over tokens. With that of all tokens, the loss of a step would depend on how the
-        step is divided into micro batches and processes.
+        `shares` (B) is the fraction of the step's predictions in each sequence.
+
+        A balance loss is not a sum over tokens. If it were computed over all tokens of a micro batch, the loss of a
+        step would depend on the division into micro batches and processes.
         """
 
         def of_sequence(*layers: torch.Tensor) -> torch.Tensor:
             losses = []
             for stack in self._stacks:
-                scores, selected = [layers[place].unsqueeze(0) for place in stack], [counts[place] for place in stack]
+                scores, selected = [layers[index].unsqueeze(0) for index in stack], [counts[index] for index in stack]
                 losses.append(balance_loss(scores, selected, None))
             return torch.stack(losses).mean()
 
@@ -65,12 +69,12 @@ class HeadRouting:
         return self.weight * (by_sequence * shares).sum()
 
     def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each layer, the share of a micro batch's tokens that select each routed head (heads)."""
-        found = []
+        """Return, per layer, the fraction of a micro batch's tokens that select each routed head (heads)."""
+        loads = []
         for probabilities, count in zip(scores, self._selected.values(), strict=True):
             selected = probabilities.detach().topk(count, dim=-1).indices
-            found.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
-        return found
+            loads.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
+        return loads
 
 
 def is_of_encoder(config: Any, layer: int) -> bool:
@@ -80,15 +84,15 @@ def is_of_encoder(config: Any, layer: int) -> bool:
 
 
 def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:
-    """The lowest and the highest load of each layer."""
-    found: dict[str, float] = {}
+    """Return the minimum and the maximum load of each layer as metrics."""
+    metrics: dict[str, float] = {}
     for layer, load in loads.items():
-        found |= {f"{name}/{layer}/least": load.min().item(), f"{name}/{layer}/most": load.max().item()}
-    return found
+        metrics |= {f"{name}/{layer}/least": load.min().item(), f"{name}/{layer}/most": load.max().item()}
+    return metrics
 
 
 class ExpertBalance(TrainerCallback):
-    """Balances the experts of one model; without a rate, it does nothing."""
+    """Loss-free load balancing of one model's experts; does nothing if the rate is None."""
 
     def __init__(self, model: nn.Module, rate: float | None) -> None:
         modules = [] if rate is None else list(model.named_modules())
@@ -99,7 +103,7 @@ class ExpertBalance(TrainerCallback):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count tokens in a forward pass; layers that the backward pass computes again are not counted."""
+        """Count routed tokens inside the block: use it for the forward pass alone, without recomputed layers."""
         with ExitStack() as stack:
             for name, router in self._routers.items():
                 stack.enter_context(router.register_forward_hook(self._counter(name)))
@@ -116,7 +120,7 @@ class ExpertBalance(TrainerCallback):
 
     @torch.no_grad()
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Lower the biases of overloaded experts, and raise the others."""
+        """Lower the biases of overloaded experts, and raise the biases of the others."""
         from accelerate.utils import reduce
 
         for name, router in self._routers.items():
@@ -125,16 +129,16 @@ class ExpertBalance(TrainerCallback):
             self._load[name] = load
 
     def metrics(self) -> dict[str, float]:
-        """The lowest and the highest load of each layer in the last step, relative to the mean."""
+        """Return the minimum and the maximum load per layer in the last step, relative to the mean load."""
         return load_metrics(
             "expert_load", {name.split(".")[2]: load / load.float().mean() for name, load in self._load.items()}
         )
 
 
 def load_biases_everywhere(accelerator: Any, config: Any, path: str | None) -> None:
-    """With FSDP2, let each process use the biases that it made, or refuse to train.
+    """With FSDP2, let each process initialise its own router biases; raise `RecipeError` if that is impossible.
 
-    When the main process loads the model for all, accelerate expects each tensor to be sharded, which biases are not.
+    If only the main process loads the model, accelerate expects each tensor to be sharded, but biases are not sharded.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or not plugin.cpu_ram_efficient_loading or not getattr(config, "expert_bias", False):

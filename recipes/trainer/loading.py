@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a recipe and stored configurations, and explains failures."""
+"""Load the tokenizer of a recipe and stored configurations, with helpful error messages."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ..schema.sections import ModelOptions
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer of the training data, which is saved with the result."""
+    """Load the tokenizer of the training data, which is also saved with the trained model."""
     from transformers import AutoTokenizer
 
     options = recipe.model
@@ -22,42 +22,42 @@ def load_tokenizer(recipe: Recipe) -> Any:
     check_no_adapters(options.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**placed(name), trust_remote_code=False)
-    except Exception as error:  # damaged files raise many types
+    except Exception as error:  # damaged files raise many exception types
         raise RecipeError(f"the tokenizer of {loading_error(key, name, error, options)}") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
         raise RecipeError(
             f"the tokenizer of {key}={name}, {kind}, has no tokenizer.json (a fast version): use one that has"
         )
-    # Some tokens become entries of the vocabulary, so that they cannot be removed from the result.
+    # Some settings become entries of the vocabulary, so that an access token in them could not be removed later.
     if without_tokens(tokenizer.init_kwargs)[1]:
         raise RecipeError(
             f"the tokenizer of {key}={name} contains an access token: remove it from tokenizer_config.json"
         )
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if bad := next((each for each in templates if Path(each).name != each), None):
+    if bad := next((template for template in templates if Path(template).name != template), None):
         raise RecipeError(f"the tokenizer of {key}={name} has a chat template named {bad!r}, a path: rename it")
-    for state in LOADER_STATE:  # or they would be saved
+    for state in LOADER_STATE:  # otherwise they would be saved with the tokenizer
         tokenizer.init_kwargs.pop(state, None)
     return tokenizer
 
 
 def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any:
-    """The stored configuration of a model; `key` is that of the recipe."""
+    """Load the configuration of a stored model; `key` is the recipe key that names the model."""
     from transformers import AutoConfig
 
     if key == "model.path":
         check_no_adapters(name)
     try:
         config = AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
-    except Exception as error:  # damaged files raise many types
+    except Exception as error:  # damaged files raise many exception types
         raise RecipeError(loading_error(key, name, error, options)) from None
     check_layers(config, f"{key}={name}", RecipeError)
     return config
 
 
 def check_no_adapters(path: str | None) -> None:
-    """`RecipeError` if the folder contains peft adapters: transformers would load the weights of their base model."""
+    """Raise `RecipeError` if the folder has peft adapters: transformers would load the weights of the base model."""
     if path is not None and (Path(path) / "adapter_config.json").is_file():
         raise RecipeError(
             f"model.path={path} has adapters of peft: merge them into their model with merge_and_unload(), save that "
@@ -66,15 +66,16 @@ def check_no_adapters(path: str | None) -> None:
 
 
 def weights_identity(name: str, config: Any) -> str:
-    """Which weights a model has: its commit on the Hub, or the digest of a folder's weight files."""
+    """Return an identity of a model's weights: its commit on the Hub, or a digest of a folder's weight files."""
     folder = Path(name)
     if not folder.is_dir():
         return str(getattr(config, "_commit_hash", None))
-    return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]  # no device
+    # Skip device files.
+    return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]
 
 
 def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
-    """The message for a model or tokenizer that cannot be loaded, with the command that makes it if known."""
+    """Return the message for a model or tokenizer that cannot be loaded, with `model.convert` if it applies."""
     if Path(name).is_dir():
         return f"{key}={name} cannot be loaded: {one_line(error)}"
     advice = ""

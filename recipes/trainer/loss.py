@@ -1,7 +1,7 @@
-"""The training loss: that of the objective with balance losses, and distillation from a teacher.
+"""Training loss: loss of the objective with balance losses, and distillation from a teacher.
 
-In the first steps of a distillation, the loss is the distance between the attention outputs of model and teacher: in a
-transfer given the teacher's inputs, when matching given the model's own.
+In the first steps of a distillation, the loss is the error of the model's attention outputs against the teacher's:
+with the teacher's attention inputs in the transfer steps, and with the model's own inputs in the match steps.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from .parameters import attention_layers
 from .teacher_logits import INDICES, LOGARITHMS
 
 ROWS = 512
-"""Predictions compared at once, and again in the backward pass: logits are the largest tensors of a step."""
+"""Predictions per chunk, recomputed in the backward pass, since logits are the largest tensors of a step."""
 
 
 class TrainingLoss:
-    """The loss of a micro batch, as its part of the step's loss: all micro batches and processes add up to that."""
+    """The loss of a micro batch; the sum over all micro batches and processes is the loss of the step."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TrainingLoss:
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
-        """The loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
+        """Return the loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
         stored = tuple(inputs.pop(name) for name in (INDICES, LOGARITHMS) if name in inputs)
         if self._options is not None and step < self._options.transfer_steps + self._options.match_steps:
             return self._match(model, inputs, items, transfers=self.transfers(step))
@@ -53,31 +53,34 @@ class TrainingLoss:
         return loss + self._options.weight * difference / items, outputs
 
     def _predict(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
-        """The objective's loss and the balance losses."""
+        """Return the objective's loss with the balance losses, and the outputs."""
         return self._objective.loss(model, inputs, items, self._routing)
 
     def transfers(self, step: int) -> bool:
-        """Whether a step trains attention alone, on the teacher's inputs."""
+        """Whether a step trains only attention layers, on the teacher's attention inputs (`transfer_steps`)."""
         return self._options is not None and step < self._options.transfer_steps
 
     def finish(self) -> None:
-        """Let attention read the model's own inputs again; after the backward pass, which may run layers again."""
+        """Remove the hooks that replace attention inputs; call it after the backward pass, which may rerun layers."""
         while self._handles:
             self._handles.pop().remove()
 
     def _match(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, transfers: bool
     ) -> tuple[torch.Tensor, Any]:
-        """The distance of attention outputs; predictions have factor 0: data parallelism needs all gradients."""
+        """Return the loss on attention outputs, and the outputs.
+
+        The loss on predictions is added with factor 0, since data parallelism needs a gradient of every parameter.
+        """
         teacher: Any = self._teacher
-        with attention_states(teacher) as (read, wanted):
+        with attention_states(teacher) as (teacher_inputs, teacher_outputs):
             self._run_teacher(inputs)
         if transfers:
-            self._handles = replace_attention_inputs(model, read)
-        with attention_states(model) as (_, found):
+            self._handles = replace_attention_inputs(model, teacher_inputs)
+        with attention_states(model) as (_, model_outputs):
             loss, outputs = self._predict(model, inputs, items)
         shares = count_predictions(inputs["labels"]) / items
-        return (attention_errors(found, wanted) * shares).sum() + 0.0 * loss, outputs
+        return (attention_errors(model_outputs, teacher_outputs) * shares).sum() + 0.0 * loss, outputs
 
     @torch.no_grad()
     def _run_teacher(self, inputs: dict[str, Any]) -> Any:
@@ -87,63 +90,66 @@ class TrainingLoss:
 def divergence_minus_loss(
     logits: torch.Tensor, labels: torch.Tensor, teacher: tuple[torch.Tensor, ...], temperature: float
 ) -> torch.Tensor:
-    """The divergence from the teacher minus the next-token loss, summed over predictions.
+    """Return the KL divergence from the teacher minus the next-token loss, summed over predictions.
 
-    `teacher` is its logits (B, T, vocabulary), or the indices and logarithms of its highest probabilities (B, T, k).
-    Its vocabulary may be the beginning of the model's.
+    `teacher` contains the teacher's logits (B, T, vocabulary), or the token ids and log-probabilities of its k most
+    probable tokens (B, T, k). The teacher's vocabulary may be a prefix of the model's.
     """
     parts = (tensor.flatten(0, 1).split(ROWS) for tensor in (next_labels(labels), logits, *teacher))
     recomputed = partial(checkpoint, _difference, use_reentrant=False, preserve_rng_state=False)
     total = logits.new_zeros((), dtype=torch.float32)
-    for targets, own, *expected in zip(*parts, strict=True):
-        total = total + recomputed(targets, own, expected, temperature)
+    for targets, model_logits, *teacher_chunk in zip(*parts, strict=True):
+        total = total + recomputed(targets, model_logits, teacher_chunk, temperature)
     return total
 
 
 def _difference(
-    targets: torch.Tensor, logits: torch.Tensor, expected: list[torch.Tensor], temperature: float
+    targets: torch.Tensor, logits: torch.Tensor, teacher: list[torch.Tensor], temperature: float
 ) -> torch.Tensor:
     plain = functional.log_softmax(logits.float(), dim=-1)
-    if len(expected) == 2:
-        found, wanted = plain.gather(-1, expected[0].long()), expected[1].float()
-        distance = _divergence(_add_rest(found), _add_rest(wanted))
+    if len(teacher) == 2:
+        log_probs, teacher_log_probs = plain.gather(-1, teacher[0].long()), teacher[1].float()
+        distance = _divergence(_add_rest(log_probs), _add_rest(teacher_log_probs))
     elif temperature == 1:
-        distance = _divergence(plain, functional.log_softmax(expected[0].float(), dim=-1))
+        distance = _divergence(plain, functional.log_softmax(teacher[0].float(), dim=-1))
     else:
-        found, wanted = (functional.log_softmax(x.float() / temperature, dim=-1) for x in (logits, expected[0]))
-        distance = _divergence(found, wanted) * temperature**2  # for a gradient of the same size
+        log_probs, teacher_log_probs = (
+            functional.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher[0])
+        )
+        distance = _divergence(log_probs, teacher_log_probs) * temperature**2  # keeps the gradient's scale
     likelihood = plain.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return (distance + likelihood)[targets != NOT_PREDICTED].sum()
 
 
-def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The KL divergence of log-probabilities; tokens outside the teacher's vocabulary have probability zero."""
-    return (wanted.exp() * (wanted - found[..., : wanted.shape[-1]])).sum(-1)
+def _divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of log-probabilities; the teacher's probability is 0 outside its vocabulary."""
+    return (teacher_log_probs.exp() * (teacher_log_probs - log_probs[..., : teacher_log_probs.shape[-1]])).sum(-1)
 
 
 def _add_rest(logarithms: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities with that of all other tokens as one more outcome."""
+    """Append the log-probability of all other tokens together as one more outcome."""
     rest = 1 - logarithms.exp().sum(-1, keepdim=True)
     return torch.cat([logarithms, rest.clamp_min(torch.finfo(rest.dtype).eps).log()], dim=-1)
 
 
-def attention_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> torch.Tensor:
-    """For each sequence (B), the relative squared error of attention outputs (B, T, width); mean over layers."""
+def attention_errors(outputs: list[torch.Tensor], teacher_outputs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the relative squared error of attention outputs (B, T, width) per sequence (B), averaged over layers."""
     errors = [
-        (mine.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2)).clamp_min(1e-12)
-        for mine, theirs in zip(found, wanted, strict=True)
+        (output.float() - teacher_output.float()).square().sum((1, 2))
+        / teacher_output.float().square().sum((1, 2)).clamp_min(1e-12)
+        for output, teacher_output in zip(outputs, teacher_outputs, strict=True)
     ]
     return torch.stack(errors).mean(0)
 
 
 @contextmanager
 def attention_states(model: nn.Module) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The inputs and the outputs of attention in a forward pass inside the block, in the order of the layers."""
+    """Yield lists that collect the inputs and outputs of attention, in layer order, during a forward pass."""
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
 
-    def collect(module: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
-        inputs.append(given["hidden_states"])
+    def collect(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        inputs.append(kwargs["hidden_states"])
         outputs.append(output[0])
 
     with ExitStack() as stack:
@@ -153,11 +159,14 @@ def attention_states(model: nn.Module) -> Iterator[tuple[list[torch.Tensor], lis
 
 
 def replace_attention_inputs(model: nn.Module, inputs: list[torch.Tensor]) -> list[RemovableHandle]:
-    """Let each attention layer read other inputs, until the hooks are removed."""
+    """Replace the inputs of each attention layer by the given ones, until the returned hooks are removed."""
 
-    def replace(wanted: torch.Tensor, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        own = given["hidden_states"]
-        return args, given | {"hidden_states": wanted.to(own) + 0.0 * own}  # data parallelism waits for its gradient
+    def replace(replacement: torch.Tensor, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        own = kwargs["hidden_states"]
+        return args, kwargs | {"hidden_states": replacement.to(own) + 0.0 * own}  # DDP expects a gradient of `own`
 
     layers = zip(attention_layers(model), inputs, strict=True)
-    return [layer.register_forward_pre_hook(partial(replace, wanted), with_kwargs=True) for layer, wanted in layers]
+    return [
+        layer.register_forward_pre_hook(partial(replace, replacement), with_kwargs=True)
+        for layer, replacement in layers
+    ]

@@ -1,4 +1,4 @@
-"""The losses of a run: recorded in metrics.jsonl, spikes counted, and a run ended whose loss diverged."""
+"""Metrics of a run: metrics.jsonl, spike counting, and detection of divergence."""
 
 import json
 import os
@@ -14,29 +14,30 @@ from crosshead.common.errors import DivergedError
 from .checkpoints import METRICS, writing
 
 RECENT = 50
-"""Steps that a loss is compared with."""
+"""Number of recent steps with which a loss is compared."""
 SPIKE, MIN_SPIKE = 4.0, 0.1
-"""A spike is above the mean of recent steps by this many standard deviations, and this many nats."""
+"""A loss is a spike if it exceeds the mean of recent steps by this many standard deviations and this many nats."""
 DIVERGENCE, MIN_DIVERGENCE, PATIENCE = 2.0, 1.0, 20
-"""A loss diverged if it is this many times its lowest mean, and this many nats above it, for this many steps.
+"""A run diverged if its loss is above `DIVERGENCE` times its lowest mean over recent steps, and more than
+`MIN_DIVERGENCE` nats above it, for `PATIENCE` consecutive steps.
 
-The first mean is the first loss: a run may diverge from its beginning."""
+The first mean is the first loss, since a run may diverge from its beginning."""
 
 
 class LossMonitor:
-    """Counts spikes, and raises `DivergedError`."""
+    """Counts loss spikes, and raises `DivergedError` if the loss diverged or is not finite."""
 
     def __init__(self, changes: Collection[int] = ()) -> None:
-        """`changes` are the steps after which the loss is another one."""
+        """`changes` are the steps after which the training loss changes to another kind."""
         self.spikes = 0
         self.last_good = 0
-        """The last step with a loss that was finite and not too high."""
+        """Last step whose loss was finite and not high."""
         self._changes = changes
         self._reset()
 
     @property
     def is_high(self) -> bool:
-        """The loss is so high that the run diverges if it does not fall."""
+        """Whether the last loss is so high that the run counts as diverged if it stays there for `PATIENCE` steps."""
         return self._high_steps > 0
 
     def _reset(self) -> None:
@@ -45,7 +46,7 @@ class LossMonitor:
         self._high_steps = 0
 
     def update(self, losses: Sequence[float], first_step: int) -> None:
-        """Add the losses of consecutive steps."""
+        """Process the losses of consecutive steps."""
         for step, loss in enumerate(losses, first_step):
             if step - 1 in self._changes:
                 self._reset()
@@ -57,10 +58,10 @@ class LossMonitor:
                 self.last_good = step
 
     def _compare(self, loss: float, step: int) -> None:
-        usual = mean(self._recent)
-        self._lowest = min(self._lowest, usual)
+        recent_mean = mean(self._recent)
+        self._lowest = min(self._lowest, recent_mean)
         if len(self._recent) >= RECENT // 2:
-            self.spikes += loss - usual > max(SPIKE * pstdev(self._recent), MIN_SPIKE)
+            self.spikes += loss - recent_mean > max(SPIKE * pstdev(self._recent), MIN_SPIKE)
         is_high = loss > max(DIVERGENCE * self._lowest, self._lowest + MIN_DIVERGENCE)
         self._high_steps = self._high_steps + 1 if is_high else 0
         if self._high_steps >= PATIENCE:
@@ -71,16 +72,16 @@ class LossMonitor:
 
 
 def check_finite(name: str, value: float, step: int) -> None:
-    """`DivergedError` for nan and infinity."""
+    """Raise `DivergedError` if the value is nan or infinite."""
     if not isfinite(value):
         raise DivergedError(f"the {name} is {value} at step {step}: start again with a lower train.learning_rate")
 
 
 class MetricsFile:
-    """`metrics.jsonl`: a line per log, on the disk as soon as it is written."""
+    """`metrics.jsonl`: one line per log call, synced to disk when it is written."""
 
     def __init__(self, output: Path, step: int) -> None:
-        """Continue after `step`; later lines of a killed run are removed."""
+        """Continue after `step`; remove later lines, which a killed run wrote after its last checkpoint."""
         self._path = output / METRICS
         lines = [line for line in self.lines(output) if line["step"] <= step]
         temporary = self._path.with_suffix(".partial")
@@ -93,12 +94,12 @@ class MetricsFile:
         with writing(METRICS, self._path.parent), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # like checkpoints
+            os.fsync(file.fileno())  # checkpoints are synced too
 
     @staticmethod
     def lines(output: Path) -> list[dict[str, Any]]:
-        """The valid lines before the first damaged one: the last may be incomplete."""
-        path, found = output / METRICS, []
+        """Return the valid lines before the first damaged one; a killed run may leave an incomplete last line."""
+        path, lines = output / METRICS, []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             try:
                 content = json.loads(line)
@@ -106,18 +107,18 @@ class MetricsFile:
                 break
             if not isinstance(content, dict) or not isinstance(content.get("step"), int):
                 break
-            found.append(content)
-        return found
+            lines.append(content)
+        return lines
 
     @classmethod
     def last(cls, output: Path) -> dict[str, Any]:
-        """The last value of each metric."""
-        found: dict[str, Any] = {}
+        """Return the last value of each metric."""
+        metrics: dict[str, Any] = {}
         for line in cls.lines(output):
-            found |= line
-        return {name: value for name, value in found.items() if name != "losses"}
+            metrics |= line
+        return {name: value for name, value in metrics.items() if name != "losses"}
 
     @classmethod
     def losses(cls, output: Path, steps: int) -> list[float]:
-        """The losses of the first steps."""
+        """Return the losses of the first `steps` steps."""
         return [loss for line in cls.lines(output) for loss in line.get("losses", ())][:steps]

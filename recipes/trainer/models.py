@@ -1,4 +1,4 @@
-"""Loads the model and the teacher of a recipe."""
+"""Load the model and the teacher of a recipe."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from .objectives import objective_of
 from .parameters import ATTENTION, attention_layers, set_trainable
 
 COPIED_FILES = ("conversion.json", *LICENCE_FILES)
-"""Files of the initial model that also hold for the result."""
+"""Files of the initial model that are copied to the trained model, since they still apply."""
 USE_ITS_SOURCE = "use the model that this one was converted from"
 ANY_VALUE = {"transformers_version", "dtype", "architectures", "label2id"}
-"""Keys in which the model may differ from the recipe."""
+"""Configuration keys that may differ between the loaded model and `model.config`."""
 OMITTED = {"expert_bias": False}
-"""Keys that a configuration does not store with this value."""
+"""Configuration keys that are not stored if they have this value."""
 TEACHER_WITH_ZERO3 = (
     "distillation.teacher is not possible with DeepSpeed ZeRO-3, which would shard it: use distillation.logits, made "
     "before the run, or FSDP2"
@@ -32,7 +32,10 @@ TEACHER_WITH_ZERO3 = (
 
 
 def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
-    """The model, prepared for training, and the teacher or None; before the data, which may take hours."""
+    """Load the model, prepared for training, and the teacher or None.
+
+    Call it before the data are opened, so that it fails before a tokenisation that may take hours.
+    """
     from transformers import set_seed
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -45,14 +48,14 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
         if recipe.attention_loss_steps:
             check_layers_match(model, teacher, recipe.attention_loss_steps)
     if recipe.data.separate_documents and not is_deepspeed_zero3_enabled():
-        for key, each in (("model", model), ("distillation.teacher", teacher)):
-            if each is not None and not hasattr(each.config, "mixers"):  # our own keep documents apart
-                check_documents_apart(each, key)
+        for key, loaded in (("model", model), ("distillation.teacher", teacher)):
+            if loaded is not None and not hasattr(loaded.config, "mixers"):  # crosshead models keep documents apart
+                check_documents_apart(loaded, key)
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
         try:
             next(getattr(model, name) for name in names if hasattr(model, name))()
-        except ValueError as error:  # of the library's ALBERT
+        except ValueError as error:  # raised by transformers' ALBERT
             reason = one_line(error)
             raise RecipeError(f"train.checkpoint_activations=true is not possible with this model: {reason}") from None
     set_seed(recipe.train.seed)
@@ -60,26 +63,29 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
 
 
 def check_layers_match(model: Any, teacher: Any, steps: int) -> None:
-    """`RecipeError` if the attention outputs of model and teacher cannot be compared."""
+    """Raise `RecipeError` if the attention outputs of model and teacher cannot be compared layer by layer."""
     for key in ("num_hidden_layers", "hidden_size"):
-        theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
-        if theirs != ours:
+        teacher_size, size = getattr(teacher.config, key), getattr(model.config, key)
+        if teacher_size != size:
             raise RecipeError(
-                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={theirs}, the model "
-                f"{ours}: use 0, or {USE_ITS_SOURCE}"
+                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={teacher_size}, the "
+                f"model {size}: use 0, or {USE_ITS_SOURCE}"
             )
-    ours, theirs = len(attention_layers(model)), len(attention_layers(teacher))
-    if not ours or ours != theirs:
+    count, teacher_count = len(attention_layers(model)), len(attention_layers(teacher))
+    if not count or count != teacher_count:
         raise RecipeError(
             f"distillation.match_steps={steps} compares the outputs of layers that are named {ATTENTION[1:]!r}: the "
-            f"model, a {type(model).__name__}, has {ours}, the teacher, a {type(teacher).__name__}, {theirs}: use 0 "
-            "for match_steps and transfer_steps"
+            f"model, a {type(model).__name__}, has {count}, the teacher, a {type(teacher).__name__}, {teacher_count}: "
+            "use 0 for match_steps and transfer_steps"
         )
 
 
 @torch.no_grad()
 def check_documents_apart(model: Any, key: str) -> None:
-    """`RecipeError` if tokens of a window read those of the document before: some stock models ignore positions."""
+    """Raise `RecipeError` if tokens attend to another document: some stock models ignore `position_ids`.
+
+    Two windows of two documents differ only in the first document; the logits of the second must be equal.
+    """
     first, second = torch.arange(8), torch.cat([torch.arange(8, 12), torch.arange(4, 8)])
     tokens = torch.stack([first, second]) % model.config.vocab_size
     positions = torch.arange(4).repeat(2).expand_as(tokens)
@@ -94,7 +100,7 @@ def check_documents_apart(model: Any, key: str) -> None:
 
 
 def load_model(recipe: Recipe, processor: Any) -> Any:
-    """The model to train, in float32: from `model.path`, or from scratch with the recipe's seed."""
+    """Return the model to train, in float32: loaded from `model.path`, or random with the recipe's seed."""
     options, objective, trained = recipe.model, recipe.objective, objective_of(recipe)
     if options.path is None:
         config = model_config(options.config or {}, objective)
@@ -116,7 +122,7 @@ def load_model(recipe: Recipe, processor: Any) -> Any:
 
 
 def _remove_tokens(model: Any) -> None:
-    """Access tokens in its configurations, which checkpoints contain and trackers receive."""
+    """Remove access tokens from the model's configurations, which are saved in checkpoints and sent to trackers."""
     for config in filter(None, (model.config, getattr(model, "generation_config", None))):
         content = config.to_dict()
         clean, _ = without_tokens(content)
@@ -128,7 +134,7 @@ def _remove_tokens(model: Any) -> None:
 
 
 def copied_files(options: ModelOptions) -> list[Path]:
-    """The files of the initial model that match `COPIED_FILES`."""
+    """Return those files of the initial model that are in `COPIED_FILES`."""
     if options.path is None:
         return []
     folder = Path(options.path)
@@ -137,17 +143,17 @@ def copied_files(options: ModelOptions) -> list[Path]:
 
         name, revision = split_revision(options.path)
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED_FILES)))
-    found = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
-    for path in found:
+    paths = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
+    for path in paths:
         if (target := foreign_link(path, folder)) is not None:
             raise RecipeError(f"{path} is a link to {target}, which would be copied: replace it by the file")
         if path.suffix != ".json" and TOKEN.search(path.read_text(encoding="utf-8", errors="replace")):
             raise RecipeError(f"{path} contains an access token: remove it from the file and revoke it")
-    return found
+    return paths
 
 
 def vocabulary_size(recipe: Recipe) -> int:
-    """The vocabulary size of the model to train, without loading it."""
+    """Return the vocabulary size of the model to train, from its configuration alone."""
     options = recipe.model
     if options.path is None:
         return model_config(options.config or {}, recipe.objective).vocab_size
@@ -155,7 +161,7 @@ def vocabulary_size(recipe: Recipe) -> int:
 
 
 def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
-    """The teacher in its stored dtype, frozen; its vocabulary fits the tokenizer and the model."""
+    """Load the teacher, frozen and in its stored dtype, and check its vocabulary size."""
     teacher = _load(NEXT_TOKEN.auto_class, name, "distillation.teacher", "auto").eval().requires_grad_(False)
     size, highest = teacher.config.vocab_size, max(tokenizer.get_vocab().values(), default=-1)
     if not highest < size <= vocabulary:
@@ -167,7 +173,7 @@ def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
 
 
 def replace_head(model: Any, other: Any) -> None:
-    """Everything but the backbone comes from another model of the same class."""
+    """Replace all children but the backbone by those of `other`, a model of the same class."""
     for name, part in other.named_children():
         if name != model.base_model_prefix:
             setattr(model, name, part)
@@ -181,7 +187,10 @@ def _load(
     options: ModelOptions | None = None,
     new_head: dict[str, Any] | None = None,
 ) -> Any:
-    """`new_head` has changes of the configuration: the checkpoint may then lack the head or have another one."""
+    """Load a model from safetensors; raise `RecipeError` if tensors are missing or have wrong shapes.
+
+    With `new_head`, changes to the configuration, tensors outside of the backbone may be missing or mismatched.
+    """
     kind: Any = getattr(transformers, auto_class)
     try:
         model, report = kind.from_pretrained(
@@ -189,7 +198,7 @@ def _load(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
+            ignore_mismatched_sizes=True,  # checked below
             trust_remote_code=False,
             **(new_head or {}),
         )
@@ -202,7 +211,7 @@ def _load(
     missing = sorted(tensor for tensor in report["missing_keys"] if not is_replaced(tensor))
     if missing:
         raise RecipeError(f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}")
-    mismatched = [each for each in report["mismatched_keys"] if not is_replaced(each[0])]
+    mismatched = [entry for entry in report["mismatched_keys"] if not is_replaced(entry[0])]
     for tensor, stored, expected in sorted(mismatched)[:1]:
         raise RecipeError(
             f"{key}={name} has {tensor} of shape {tuple(stored)}, but its config.json implies {tuple(expected)}: use "
@@ -211,11 +220,11 @@ def _load(
     return model
 
 
-def check_expected(found: Any, expected: Any) -> None:
-    """The model has the configuration that the recipe expects."""
-    wanted, actual = OMITTED | expected.to_diff_dict(), OMITTED | found.to_dict()
-    if len(wanted.pop("id2label", found.id2label)) != found.num_labels:
-        raise RecipeError(f"model.path has num_labels={found.num_labels}, but model.config has {expected.num_labels}")
-    for key, value in wanted.items():
+def check_expected(config: Any, expected: Any) -> None:
+    """Raise `RecipeError` if the loaded configuration differs from the configuration in the recipe."""
+    required, actual = OMITTED | expected.to_diff_dict(), OMITTED | config.to_dict()
+    if len(required.pop("id2label", config.id2label)) != config.num_labels:
+        raise RecipeError(f"model.path has num_labels={config.num_labels}, but model.config has {expected.num_labels}")
+    for key, value in required.items():
         if key not in ANY_VALUE and actual.get(key, value) != value:
             raise RecipeError(f"model.path has {key}={actual[key]!r}, but model.config has {value!r}")

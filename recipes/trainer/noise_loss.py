@@ -1,10 +1,10 @@
-"""The loss of a denoising diffusion model: predicted noise and, if the model predicts it, the variance of each step.
+"""Loss of a denoising diffusion model: error of the predicted noise and, if predicted, loss of the variance.
 
-Ho et al., Denoising Diffusion Probabilistic Models (2020): the mean squared error of the noise. Nichol and Dhariwal,
-Improved DDPM (2021), as in DiT: if the model has two outputs for each channel, the second is the place of a log
-variance between its lower and its upper bound. It learns from the variational bound of its step, in bits for each
-number; the bound has no gradient for the predicted noise. All terms of the bound are equally likely, so that with
-1,000 steps the factor 0.001 of the sum makes the factor 1 of a term.
+Noise: the mean squared error (Ho et al., Denoising Diffusion Probabilistic Models, 2020). Variance: if the model has
+two outputs per channel, the second interpolates the log variance between its lower and upper bound (Nichol and
+Dhariwal, Improved DDPM, 2021, as in DiT). It is trained with the term of the variational bound (VLB) of the sample's
+timestep, in bits per dimension, without a gradient for the predicted noise. Timesteps are sampled uniformly from
+1,000, so that the paper's factor 0.001 of the whole bound is a factor of 1 for one term.
 """
 
 import math
@@ -16,15 +16,19 @@ from torch import Tensor
 from crosshead.common.errors import RecipeError
 
 HALF_BIN = 1 / 255
-"""Of the values of a pixel, which are 256 from -1 to 1."""
+"""Half the width of a bin of the 256 pixel values from -1 to 1."""
 EDGE = 0.999
-"""Pixels beyond it are the lowest or the highest, whose bins have no end."""
+"""Pixels beyond +-`EDGE` have the highest or the lowest value, whose bin extends to infinity."""
 SMALLEST = 1e-12
-"""Of a probability before its logarithm."""
+"""Lower bound of a probability before its logarithm is taken."""
 
 
 def noise_schedule(learns_variance: bool = False, is_bounded: bool = False) -> Any:
-    """DiT's: 1,000 steps with a linear schedule; the other settings are for sampling, pixels are from -1 to 1."""
+    """Return DiT's noise scheduler: 1,000 timesteps with a linear beta schedule.
+
+    The arguments matter only for sampling: `learns_variance` if the model predicts variances, `is_bounded` if samples
+    are clipped to -1 to 1, which holds for pixels but not for latents.
+    """
     try:
         from diffusers import DDPMScheduler
     except ImportError:
@@ -40,41 +44,43 @@ def noise_schedule(learns_variance: bool = False, is_bounded: bool = False) -> A
 
 
 class NoiseLoss:
-    """The loss of each image."""
+    """Diffusion loss per image for a noise schedule."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
         betas = schedule.betas.double()
-        kept = (1 - betas).cumprod(0)
-        kept_before = torch.cat([kept.new_ones(1), kept[:-1]])
-        variances = betas * (1 - kept_before) / (1 - kept)
-        variances[0] = variances[1]  # that of the first step is zero
+        alpha_bars = (1 - betas).cumprod(0)
+        previous_alpha_bars = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
+        variances = betas * (1 - previous_alpha_bars) / (1 - alpha_bars)
+        variances[0] = variances[1]  # the variance of the first step is 0, and its logarithm infinite
         self._log_variances = variances.log()
         self._log_betas = betas.log()
-        # The mean of a step is linear in the predicted image, which is off by a multiple of the noise's error.
-        self._mean_factors = betas * kept_before.sqrt() / (1 - kept) * ((1 - kept) / kept).sqrt()
+        # The posterior mean is linear in the predicted image, whose error is a multiple of the error of the noise.
+        self._mean_factors = (
+            betas * previous_alpha_bars.sqrt() / (1 - alpha_bars) * ((1 - alpha_bars) / alpha_bars).sqrt()
+        )
 
     def noisy(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """The inputs of the model."""
+        """Return the noisy images, the inputs of the model."""
         return self._schedule.add_noise(clean, noise, times)
 
     def __call__(self, prediction: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """A loss for each image (B) of images (B, channels, height, width)."""
+        """Return the loss of each image (B), given images (B, channels, height, width) and timesteps (B)."""
         channels = clean.shape[1]
-        predicted, *places = prediction.float().split(channels, dim=1)
+        predicted, *variances = prediction.float().split(channels, dim=1)
         loss = mean_by_image((predicted - noise).square())
-        if places:
-            loss = loss + self._bound(predicted.detach(), places[0], clean, noise, times)
+        if variances:
+            loss = loss + self._bound(predicted.detach(), variances[0], clean, noise, times)
         return loss
 
-    def _bound(self, predicted: Tensor, places: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """The term of the variational bound (B), in bits for each number."""
+    def _bound(self, predicted: Tensor, interpolation: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """Return the term of the variational bound for each image (B), in bits per dimension."""
         true, upper, factor = (
             table.to(clean)[times].view(-1, 1, 1, 1)
             for table in (self._log_variances, self._log_betas, self._mean_factors)
         )
-        share = (places + 1) / 2
-        log_variance = share * upper + (1 - share) * true
+        fraction = (interpolation + 1) / 2
+        log_variance = fraction * upper + (1 - fraction) * true
         error = factor * (noise - predicted)
         divergence = gaussian_divergence(error, true, log_variance)
         likelihood = pixel_log_likelihood(clean, clean + error, log_variance / 2)
@@ -83,18 +89,18 @@ class NoiseLoss:
 
 
 def mean_by_image(values: Tensor) -> Tensor:
-    """The mean over all but the first dimension."""
+    """Return the mean over all dimensions but the first."""
     return values.flatten(1).mean(1)
 
 
 def gaussian_divergence(difference: Tensor, log_variance: Tensor, other_log_variance: Tensor) -> Tensor:
-    """The KL divergence of a normal distribution from another one, in nats; `difference` is that of their means."""
+    """Return KL(first || other) of two normal distributions, in nats; `difference` is the difference of the means."""
     ratio = log_variance - other_log_variance
     return (ratio.exp() - ratio - 1 + difference.square() * (-other_log_variance).exp()) / 2
 
 
 def pixel_log_likelihood(pixels: Tensor, means: Tensor, log_deviation: Tensor) -> Tensor:
-    """The log-probability of the bins of pixel values from -1 to 1, under normal distributions."""
+    """Return the log-probabilities of the bins of pixel values (from -1 to 1) under normal distributions."""
     scale, distance = (-log_deviation).exp(), pixels - means
     below, above = (torch.special.ndtr(scale * (distance + side)) for side in (-HALF_BIN, HALF_BIN))
     probability = torch.where(pixels < -EDGE, above, torch.where(pixels > EDGE, 1 - below, above - below))

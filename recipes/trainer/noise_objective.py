@@ -1,4 +1,4 @@
-"""The objective of diffusion models: a DiT predicts the noise in images, or in their latents."""
+"""Objective of diffusion models: a DiT predicts the noise in images or in their latents."""
 
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
@@ -24,10 +24,10 @@ from .objective import LABELS, LOSS, Objective, Predictions, Scores
 
 
 class Noise(Objective):
-    """Denoising diffusion with classes, as in DiT."""
+    """Class-conditional denoising diffusion, as in DiT."""
 
     def load_processor(self) -> ImageInputs:
-        """The sources of images; with the result, the schedule of the noise is saved."""
+        """Open the image sources; their processor is the noise scheduler, which is saved with the trained model."""
         channels = self._config.in_channels if self._vae is None else self._vae.config.in_channels
         if channels not in MODES:
             raise RecipeError(
@@ -40,16 +40,16 @@ class Noise(Objective):
         return find_images(self.recipe.data, columns, schedule, channels)
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
-        """The number of classes is that of the data."""
-        found = len(processor.classes)
-        if found != config.num_embeds_ada_norm:
+        """Raise `RecipeError` unless the configuration has the data's number of classes."""
+        count = len(processor.classes)
+        if count != config.num_embeds_ada_norm:
             raise RecipeError(
-                f"model.config.num_embeds_ada_norm={config.num_embeds_ada_norm}, but the images have {found} classes: "
-                f"set it to {found}"
+                f"model.config.num_embeds_ada_norm={config.num_embeds_ada_norm}, but the images have {count} classes: "
+                f"set it to {count}"
             )
 
     def new_model(self, config: DiTFields) -> nn.Module:
-        """A DiT with the initial values of its paper."""
+        """Return a DiT with the paper's initialisation."""
         from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 
         model: nn.Module = CrossheadDiTTransformer2DModel(**asdict(config))
@@ -58,7 +58,7 @@ class Noise(Objective):
         return model
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
-        """Images with noise; in evaluations always the same."""
+        """Open images with noise and timesteps, which are the same in each evaluation."""
         size, channels = config.sample_size, config.in_channels
         factor = 1 if self._vae is None else 2 ** (len(self._vae.config.block_out_channels) - 1)
         add_noise = partial(
@@ -73,25 +73,25 @@ class Noise(Objective):
         return read_images(self.recipe.data, processor, progress).prepared(training, evaluation)
 
     def example(self, config: DiTFields, rows: int) -> dict[str, Any]:
-        """Noisy images, times and classes."""
+        """Return noisy images, timesteps and class labels, all zero."""
         numbers = torch.zeros(rows, dtype=torch.long)
         images = torch.zeros(rows, config.in_channels, config.sample_size, config.sample_size)
         return {"hidden_states": images, "timestep": numbers, "class_labels": numbers}
 
     def logits(self, config: DiTFields) -> int:
-        """0: a diffusion model has no logits."""
+        """Return 0: a diffusion model has no logits."""
         return 0
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """Empty: a diffusion model predicts no classes."""
+        """Return an empty list: a diffusion model predicts no classes."""
         return []
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
     ) -> tuple[torch.Tensor, Any]:
-        """The micro batch's part of the step's loss; `items` are the images of the step."""
-        wanted = {} if routing is None else {"output_head_router_scores": True}
-        losses, outputs = self._denoise(model, inputs, **wanted)
+        """Return the micro batch's part of the step's loss, and the outputs; `items` is the step's image count."""
+        options = {} if routing is None else {"output_head_router_scores": True}
+        losses, outputs = self._denoise(model, inputs, **options)
         loss = losses.sum() / items
         if routing is not None:
             loss = loss + routing.loss_by_sequence(outputs, torch.ones_like(losses) / items)
@@ -99,25 +99,25 @@ class Noise(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
-        """The loss of each image at its own time."""
+        """Return the loss of each image at its own timestep."""
         losses, _ = self._denoise(model, inputs)
         return {LOSS: torch.stack([losses, torch.ones_like(losses)], dim=1)}
 
-    def _denoise(self, model: nn.Module, inputs: dict[str, Any], **wanted: bool) -> tuple[torch.Tensor, Any]:
-        """The loss of each image (B), and the outputs."""
+    def _denoise(self, model: nn.Module, inputs: dict[str, Any], **options: bool) -> tuple[torch.Tensor, Any]:
+        """Return the loss of each image (B), and the model's outputs."""
         clean, noise, times = self._clean(inputs), inputs[NOISE], inputs[TIMES]
-        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **wanted)
+        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **options)
         return self._loss(outputs["sample"], clean, noise, times), outputs
 
     @torch.no_grad()
     def _clean(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Pixels, or latents (B, channels, height, width) of the model's scale."""
+        """Return the pixels, or scaled latents sampled from the autoencoder (B, channels, height, width)."""
         pixels: torch.Tensor = inputs["pixel_values"]
         if self._vae is None:
             return pixels
         with torch.autocast(pixels.device.type, enabled=False):
-            found = self._vae.to(pixels.device).encode(pixels).latent_dist
-        return (found.mean + found.std * inputs[LATENT_NOISE]) * self._vae.config.scaling_factor
+            distribution = self._vae.to(pixels.device).encode(pixels).latent_dist
+        return (distribution.mean + distribution.std * inputs[LATENT_NOISE]) * self._vae.config.scaling_factor
 
     @cached_property
     def _config(self) -> DiTFields:
@@ -135,13 +135,13 @@ class Noise(Objective):
 
 @lru_cache(maxsize=1)
 def load_vae(name: str, channels: int) -> Any:
-    """A frozen autoencoder whose latents have so many channels."""
+    """Load a frozen autoencoder; raise `RecipeError` unless its latents have `channels` channels."""
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL
     try:
         vae = kind.from_pretrained(**placed(name), use_safetensors=True, torch_dtype=torch.float32)
-    except Exception as error:  # damaged files raise many types
+    except Exception as error:  # damaged files raise many exception types
         raise RecipeError(loading_error("model.vae", name, error)) from None
     if vae.config.latent_channels != channels:
         raise RecipeError(

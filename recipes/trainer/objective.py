@@ -1,4 +1,4 @@
-"""Base class of objectives: data, loss and scores, with default methods; `objectives.py` has the table of all."""
+"""Base class of training objectives: data, loss and evaluation metrics. `objectives.py` lists all objectives."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,39 +17,39 @@ from .load_balance import HeadRouting
 
 LABELS, ORDER_LABELS = "labels", "order_labels"
 TARGETS = (LABELS, ORDER_LABELS)
-"""Fields of a sample that the model does not read. All samples have `labels`, whose entries other than -100 count."""
+"""Fields of a sample that are not model inputs. All samples have `labels`; entries other than -100 are predicted."""
 LOSS, ACCURACY = "loss", "accuracy"
 
 Scores = dict[str, torch.Tensor]
-"""Metric -> for each sequence, the sum over its predictions, and their number (B, 2)."""
+"""Metric -> per sequence, the sum over its predictions and the number of predictions (B, 2)."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of one kind for a micro batch."""
+    """Predictions of one kind (one output head) for a micro batch."""
 
     prefix: str
-    """Prefix of the metric names; empty for the main predictions."""
+    """Prefix of the metric names; empty for the main head."""
     logits: torch.Tensor
-    """(B, ..., classes)."""
+    """Logits (B, ..., classes)."""
     labels: torch.Tensor
-    """(B, ...)."""
+    """Target classes (B, ...), or -100 where nothing is predicted."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """The number of predictions in each sequence (B)."""
+        """Number of predictions in each sequence (B)."""
         return self._sums(self.labels != NOT_PREDICTED)
 
     @property
     def losses(self) -> torch.Tensor:
-        """The sum over the predictions of each sequence (B)."""
+        """Sum of the cross-entropies of the predictions in each sequence (B)."""
         logits, labels = self.logits.reshape(-1, self.logits.shape[-1]).float(), self.labels.reshape(-1)
         losses = functional.cross_entropy(logits, labels, ignore_index=NOT_PREDICTED, reduction="none")
         return self._sums(losses.view_as(self.labels))
 
     @property
     def right(self) -> torch.Tensor:
-        """The number of predictions whose highest logit is that of the label (B)."""
+        """Number of correct predictions in each sequence (B)."""
         return self._sums(self.logits.argmax(-1) == self.labels)
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -57,61 +57,62 @@ class Predictions:
 
 
 class Objective(ABC):
-    """The data, the loss and the scores of a run."""
+    """Data, loss and evaluation metrics of a run."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.options = recipe, cast(Any, recipe.objective)
 
     @abstractmethod
     def load_processor(self) -> Any:
-        """The tokenizer or the image processor, which is saved with the result."""
+        """Load the tokenizer or the image processor, which is also saved with the trained model."""
 
     @abstractmethod
     def complete_config(self, config: Any, processor: Any) -> None:
-        """Set the fields of a new model's configuration that follow from the processor."""
+        """Set the fields of a new model's configuration that depend on the processor, such as special tokens."""
 
     def new_model(self, config: Any) -> nn.Module:
-        """A model with random initial values."""
+        """Return a randomly initialised model in float32."""
         return getattr(transformers, self.recipe.objective.auto_class).from_config(config, dtype=torch.float32)
 
     def new_head(self, processor: Any) -> dict[str, Any]:
-        """Changes to the configuration of a model that is continued with a new head; none if it keeps its own."""
+        """Return the configuration changes for a pretrained model that gets a new head; empty if it keeps its own."""
         return {}
 
     @abstractmethod
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
-        """The data for a model with this configuration."""
+        """Open the training and evaluation data for a model with this configuration."""
 
     @abstractmethod
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """The predictions of a micro batch, the main kind first."""
+        """Return the predictions of a micro batch, those of the main head first."""
 
     @property
     def collator(self) -> Any:
-        """The data collator; None for that of transformers."""
+        """Data collator; None for transformers' default."""
         return None
 
     @abstractmethod
     def example(self, config: Any, rows: int) -> dict[str, Any]:
-        """Inputs of the model, in the shape of a micro batch with so many samples."""
+        """Return dummy model inputs with the shapes of a micro batch of `rows` samples."""
 
     @abstractmethod
     def logits(self, config: Any) -> int:
-        """The numbers in the logits of a sample."""
+        """Return the number of logits of one sample."""
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the model."""
+        """Return the inputs of the model, without targets."""
         return {name: value for name, value in inputs.items() if name not in TARGETS}
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
     ) -> tuple[torch.Tensor, Any]:
-        """The micro batch's part of the step's loss, and the outputs; `items` are the main predictions of the step.
+        """Return the micro batch's part of the step's loss, and the outputs.
 
-        Each kind contributes its mean loss over the step. The later kinds have one prediction per sample.
+        `items` is the number of main predictions in the whole step. Each kind of predictions contributes its mean over
+        the step; kinds other than the main one have one prediction per sample.
         """
-        wanted = {} if routing is None else {"output_head_router_scores": True}
-        outputs = model(**self.model_inputs(inputs), **wanted)
+        options = {} if routing is None else {"output_head_router_scores": True}
+        outputs = model(**self.model_inputs(inputs), **options)
         main, *others = self.predictions(outputs, inputs)
         loss = main.losses.sum() / items
         for other in others:
@@ -122,19 +123,19 @@ class Objective(ABC):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
-        """The scores of a micro batch, without the losses of mechanisms."""
-        found: Scores = {}
-        for each in self.predictions(model(**self.model_inputs(inputs)), inputs):
-            for metric, sums in ((LOSS, each.losses), (ACCURACY, each.right)):
-                found[each.prefix + metric] = torch.stack([sums.float(), each.counts.float()], dim=1)
-        return found
+        """Return loss and accuracy of a micro batch, without balance losses."""
+        scores: Scores = {}
+        for predictions in self.predictions(model(**self.model_inputs(inputs)), inputs):
+            for metric, sums in ((LOSS, predictions.losses), (ACCURACY, predictions.right)):
+                scores[predictions.prefix + metric] = torch.stack([sums.float(), predictions.counts.float()], dim=1)
+        return scores
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each logit (B, T); the last ones have none."""
+    """Shift labels left by one: the target of each position (B, T); the last position has none."""
     return functional.pad(labels[:, 1:], (0, 1), value=NOT_PREDICTED)
 
 
 def count_predictions(labels: torch.Tensor) -> torch.Tensor:
-    """The number of predicted tokens in each sequence (B)."""
+    """Return the number of predicted tokens in each sequence (B), given next-token labels (B, T)."""
     return (labels[:, 1:] != NOT_PREDICTED).sum(1)

@@ -1,4 +1,4 @@
-"""The objectives of a training by their names in a recipe."""
+"""Table of the training objectives by their names in a recipe."""
 
 from ..schema.recipe import Recipe
 from .image_objective import Classes
@@ -16,5 +16,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """The objective that a recipe names."""
+    """Return the objective of a recipe."""
     return OBJECTIVES[recipe.objective.name](recipe)

@@ -1,4 +1,4 @@
-"""The parameters that are trained, their groups in the optimizer, and the schedule of the learning rate."""
+"""Trainable parameters, optimizer groups and learning-rate schedule."""
 
 from collections.abc import Collection
 from math import cos, pi
@@ -14,21 +14,21 @@ from ..schema.recipe import Recipe
 from ..schema.sections import LoraOptions, TrainOptions
 
 MIXERS = ".mixers."
-"""A part of the name of every parameter of a mechanism."""
+"""Part of the name of every mechanism parameter."""
 ATTENTION = ".self_attn"
-"""The end of the name of every attention layer."""
+"""Suffix of the name of every attention layer."""
 LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-"""The projections of multi-head latent attention (DeepSeek)."""
+"""Projections of multi-head latent attention (MLA, DeepSeek)."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", *LATENT_PROJECTIONS, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def is_mechanism(name: str) -> bool:
-    """Whether a parameter of this name belongs to a mechanism."""
+    """Whether the parameter with this name belongs to a mechanism."""
     return MIXERS in name
 
 
 def set_trainable(model: Any, options: TrainOptions) -> Any:
-    """Freeze the other parameters; for `mixers+lora`, returns the model in peft's wrapper."""
+    """Freeze all parameters that `train.trainable` excludes; return the model, for LoRA in peft's wrapper."""
     if options.trainable == "all":
         return model
     has_mechanism = bool(getattr(model.config, "mixers", None))
@@ -49,47 +49,47 @@ def set_trainable(model: Any, options: TrainOptions) -> Any:
 def _add_lora(model: Any, options: LoraOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    modules, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
+    modules, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # a factor, which may be any number
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # a float also works
         lora_dropout=options.dropout,
         target_modules=[name for name in PROJECTIONS if any(module.endswith(f".{name}") for module in modules)],
-        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in found for found in parameters)],
+        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in part for part in parameters)],
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
 
 
 def has_lora(model: Any) -> bool:
-    """Whether the model is in peft's wrapper."""
+    """Whether the model is in peft's wrapper, with LoRA adapters."""
     return hasattr(model, "merge_and_unload")
 
 
 def separate_mechanisms(
     optimizer: Optimizer, model: nn.Module, decaying: Collection[str], options: TrainOptions
 ) -> None:
-    """Move the parameters of mechanisms into groups of their own, at the end, and drop empty groups.
+    """Move mechanism parameters into their own optimizer groups, after the others, and drop empty groups.
 
-    Weight decay would pull a map that starts as the identity towards zero instead of the stock model. `decaying` are
-    the names of parameters with weight decay in any group, without norms and biases. The schedule multiplies each
-    group's learning rate.
+    Their weight decay is separate, as it would pull a map that starts as the identity (the stock model) towards zero.
+    `decaying` has the names of all parameters with weight decay, without norms and biases. The schedule multiplies the
+    learning rate of each group.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     stock: list[dict[str, Any]] = []
     mechanisms: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         stock.append(group | {"params": [part for part in group["params"] if not is_mechanism(names[part])]})
-        found = [part for part in group["params"] if is_mechanism(names[part])]
+        mechanism_parts = [part for part in group["params"] if is_mechanism(names[part])]
         for decays in (True, False):
-            parts = [part for part in found if (names[part] in decaying) == decays]
+            parts = [part for part in mechanism_parts if (names[part] in decaying) == decays]
             decay = options.mechanisms.weight_decay if decays else 0.0
             mechanisms.append(group | {"params": parts, "lr": options.mechanism_rate, "weight_decay": decay})
     optimizer.param_groups = [group for group in (*stock, *mechanisms) if group["params"]]
 
 
 def learning_rate_factor(recipe: Recipe, step: int) -> float:
-    """The factor of `train.learning_rate` in a step, counted from 0."""
+    """Return the learning rate of a step, counted from 0, as a fraction of `train.learning_rate`."""
     train, warmup = recipe.train, recipe.warmup_steps
     if step < warmup:
         start = train.warmup_from / train.learning_rate
@@ -101,5 +101,5 @@ def learning_rate_factor(recipe: Recipe, step: int) -> float:
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """In their order."""
+    """Return the attention layers of a model, in order."""
     return [module for name, module in model.named_modules() if name.endswith(ATTENTION)]

@@ -1,4 +1,4 @@
-"""Coordination of several processes that share one disk."""
+"""Coordination of the processes of a distributed run, which share a file system."""
 
 import gc
 import traceback
@@ -12,17 +12,17 @@ Result = TypeVar("Result")
 
 
 def is_main_process() -> bool:
-    """Whether this process writes the files of a run."""
+    """Whether this is the main process (rank 0), which writes the files of a run."""
     from accelerate import PartialState
 
     return bool(PartialState().is_main_process)
 
 
 def main_process_first(work: Callable[[], Result]) -> Result:
-    """Work of each process: the main process does it alone, then the others; all wait until it is done."""
+    """Call `work` in the main process, then in the others; return its result when all processes are done."""
     from accelerate import PartialState
 
-    processes = PartialState(cpu=not torch.accelerator.is_available())  # the default misses the others on CPUs
+    processes = PartialState(cpu=not torch.accelerator.is_available())  # on CPUs, the default sees one process
     with processes.main_process_first():
         result = work()
     processes.wait_for_everyone()
@@ -31,11 +31,11 @@ def main_process_first(work: Callable[[], Result]) -> Result:
 
 @contextmanager
 def closing_process_group() -> Iterator[None]:
-    """Leave the process group at the end, also after an error, so that none of its threads outlives the block.
+    """Destroy the process group at the end of the block, also after an error, so that its threads end.
 
-    A thread of gloo takes Python's lock to release a tensor. If it does so while the interpreter exits, the process
-    aborts (SIGABRT, "terminate called without an active exception") and loses its exit status. The threads end with
-    the last reference to the group, which a trainer holds in its model, as part of a reference cycle.
+    A gloo thread takes the GIL to release a tensor. If it does so while the interpreter exits, the process aborts
+    (SIGABRT, "terminate called without an active exception") and loses its exit status. The threads end with the last
+    reference to the group, which a trainer's model holds as part of a reference cycle; hence the garbage collection.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def closing_process_group() -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Release the local variables of an error and its causes, among which may be a trainer."""
+    """Clear the frames of an error and its causes, whose local variables may include a trainer."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

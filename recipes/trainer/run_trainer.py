@@ -1,4 +1,4 @@
-"""transformers' Trainer with a run's own sampling order, learning rate, loss, evaluation and metrics."""
+"""transformers' Trainer with a recipe's sampling order, learning-rate schedule, loss, evaluation and metrics."""
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ from .weight_average import WeightAverage
 
 
 class RunTrainer(CheckpointTrainer):
-    """One run of a recipe, from its beginning or from a checkpoint."""
+    """Trainer for one run of a recipe, which starts at step 0 or from a checkpoint."""
 
     train_dataset: Any
     optimizer: Any
@@ -38,7 +38,7 @@ class RunTrainer(CheckpointTrainer):
         model = options["model"]
         use_cache = getattr(model.config, "use_cache", None)
         self.recipe = recipe
-        # The configs of diffusers have no methods: the model itself describes its layers.
+        # A diffusers config has no methods, so that the model itself describes its layers.
         self.routing = HeadRouting.of(model if hasattr(model, "mixers_of_layer") else model.config)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
         self.run_objective = objective_of(recipe)
@@ -48,12 +48,12 @@ class RunTrainer(CheckpointTrainer):
         super().__init__(Path(recipe.output), checkpoint, recipe.checkpoints.keep, **options)
         load_biases_everywhere(self.accelerator, model.config, recipe.model.path)
         if use_cache is not None:
-            model.config.use_cache = use_cache  # the library turns it off, also in saved models
+            model.config.use_cache = use_cache  # the Trainer sets it to False, which would be saved
         self.remove_callback(PrinterCallback)
         self.add_callback(ApplyIntervals)
         self.add_callback(self.balance)
         self.average = self._averaging(recipe.train.average, checkpoint)
-        self.model_accepts_loss_kwargs = True  # which peft's wrapper hides
+        self.model_accepts_loss_kwargs = True  # transformers cannot detect it through peft's wrapper
         self.monitor = LossMonitor(recipe.loss_changes)
         self.monitor.update(MetricsFile.losses(self.output, self.first_step), 1)
         self.metrics = MetricsFile(self.output, self.first_step) if self.is_world_process_zero() else None
@@ -64,7 +64,7 @@ class RunTrainer(CheckpointTrainer):
         self._save_is_due = False
 
     def _was_stopped_before_evaluation(self) -> bool:
-        """Whether the step of the checkpoint should have been evaluated, but the run was stopped."""
+        """Whether the run was stopped at the checkpoint's step before its due evaluation."""
         every = self.recipe.watch.evaluate_every
         if not every or self.eval_dataset is None or not 0 < self.first_step < self.recipe.steps:
             return False
@@ -72,7 +72,7 @@ class RunTrainer(CheckpointTrainer):
         return self.first_step % every == 0 and self.first_step not in evaluated
 
     def _averaging(self, decay: float | None, checkpoint: Path | None) -> WeightAverage | None:
-        """The average of the weights, from its beginning or from a checkpoint."""
+        """Return the weight average, new or loaded from the checkpoint; None if the recipe does not average."""
         if decay is None:
             return None
         if self._is_sharded:
@@ -88,17 +88,17 @@ class RunTrainer(CheckpointTrainer):
         return average
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """Inside the block, the model has the averaged weights if the recipe asks for an average."""
+        """Return a context in which the model has the averaged weights, if the recipe averages weights."""
         return self.average.applied() if self.average is not None else nullcontext()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the checkpoint and the averaged weights."""
+        """Save the model for a checkpoint, and the averaged weights."""
         super()._save(output_dir, state_dict)
         if self.average is not None and self.args.should_save:
             self.average.save(Path(str(output_dir)))
 
     def save_result(self, folder: Path) -> None:
-        """The averaged weights if the recipe asks for an average."""
+        """Save the trained model, with averaged weights if the recipe averages weights."""
         with self._averaged():
             super().save_result(folder)
 
@@ -106,7 +106,7 @@ class RunTrainer(CheckpointTrainer):
         return range(self.first_step * self.recipe.batch_size, len(self.train_dataset))  # type: ignore[return-value]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The library's, with groups for mechanisms."""
+        """Create the Trainer's optimizer, with separate groups for mechanisms."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(*([] if model is None else [model]))
             trained = self.model if model is None else model
@@ -114,7 +114,7 @@ class RunTrainer(CheckpointTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The recipe's schedule of the learning rate."""
+        """Create the learning-rate schedule of the recipe."""
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer, lambda step: learning_rate_factor(self.recipe, step)
@@ -123,21 +123,25 @@ class RunTrainer(CheckpointTrainer):
         return self.lr_scheduler
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """After resuming, make a missing evaluation, and restore the random state that the data loader has changed."""
-        found = super().get_batch_samples(*args)
+        """Get the micro batches of a step.
+
+        On the first call after resuming, make up for a missing evaluation, and restore the random state that the data
+        loader has changed.
+        """
+        batches = super().get_batch_samples(*args)
         if not self._rng_is_restored:
             if self._lacks_evaluation:
                 self.evaluate()
             self._load_rng_state(str(self.checkpoint))
             self._rng_is_restored = True
-        return found
+        return batches
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a micro batch."""
+        """Return the loss of a micro batch, scaled for gradients that are averaged over processes."""
         step, items = self.state.global_step, torch.as_tensor(num_items_in_batch).clamp(min=1)
-        with self.accelerator.autocast(), self.balance.counting():  # autocast also for the teacher
+        with self.accelerator.autocast(), self.balance.counting():  # autocast applies to the teacher, too
             loss, outputs = self.training_loss(model, inputs, items, step)
         if self.routing is not None and self._is_logged(step + 1):
             self._loads.append(self.routing.load(self.routing.scores(outputs)))
@@ -145,40 +149,43 @@ class RunTrainer(CheckpointTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _is_logged(self, step: int) -> bool:
-        """Whether a line is written after the step."""
+        """Whether metrics are logged after this step."""
         every = (self.args.logging_steps, self.args.save_steps)
         return step == self.args.max_steps or any(step % interval == 0 for interval in every)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on a micro batch, and keep its loss for the log."""
+        """Run forward and backward of a micro batch, and keep its loss for the log."""
         loss = super().training_step(*args, **kwargs)
         self.training_loss.finish()
         if self.training_loss.transfers(self.state.global_step):
             for name, parameter in self.model.named_parameters():
                 if f"{ATTENTION}." not in name:
-                    parameter.grad = None  # the optimizer skips it, so that weight decay does not change it either
+                    parameter.grad = None  # the optimizer skips the parameter, including its weight decay
         self._micro_losses.append(loss.detach())
         return loss
 
     def evaluation_loop(self, dataloader: Any, description: str, *_: Any, **options: Any) -> EvalLoopOutput:
-        """Means over all predictions, independent of batches and processes; none if the run is stopped."""
+        """Return each metric's mean over all predictions; no metrics if the run is stopped during the evaluation.
+
+        The means do not depend on the division into batches and processes.
+        """
         self.model.eval()
-        found: dict[str, list[torch.Tensor]] = {}
+        gathered: dict[str, list[torch.Tensor]] = {}
         is_last = self.control.should_training_stop
-        with torch.random.fork_rng(devices=[]), self._averaged():  # the loader changes the random state
+        with torch.random.fork_rng(devices=[]), self._averaged():  # the data loader changes the random state
             for inputs in dataloader:
                 scores = self.run_objective.evaluate(self.model, self._prepare_inputs(inputs))
-                for name, each in scores.items():
-                    found.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(each))
+                for name, score in scores.items():
+                    gathered.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(score))
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                 if self.control.should_training_stop and not is_last:
                     return EvalLoopOutput(np.empty(0), None, {}, len(dataloader.dataset))
-        sums = {name: torch.cat(each).double().sum(0).tolist() for name, each in found.items()}
+        sums = {name: torch.cat(parts).double().sum(0).tolist() for name, parts in gathered.items()}
         metrics = {name: total / count for name, (total, count) in sums.items()}
         return EvalLoopOutput(np.empty(0), None, metrics, len(dataloader.dataset))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log before each checkpoint, so that a resumed run continues the log."""
+        """Log before each checkpoint, so that metrics.jsonl is complete up to the step of a resumed run."""
         self.control.should_save |= self._save_is_due and self.control.should_log
         self.control.should_log |= self.control.should_save
         saves = self.control.should_save or self.control.should_training_stop
@@ -188,7 +195,7 @@ class RunTrainer(CheckpointTrainer):
             self._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """While the loss is high, delay checkpoints unless the run is stopped, and remove none."""
+        """Save a checkpoint; while the loss is high, delay it unless the run is stopped, and delete no old ones."""
         self._save_is_due = self.monitor.is_high and not self.control.should_training_stop
         if self._save_is_due:
             return
@@ -196,7 +203,7 @@ class RunTrainer(CheckpointTrainer):
         super()._save_checkpoint(model, trial)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The losses of all steps since the last log, spikes, loads, and the drift of mechanisms."""
+        """Log losses of all steps since the last log, spikes, head and expert load, and drift of mechanisms."""
         step = self.state.global_step
         line: dict[str, Any] = {"step": step}
         if "loss" in logs:
@@ -214,9 +221,9 @@ class RunTrainer(CheckpointTrainer):
         super().log(logs, start_time)
 
     def _diverged(self, error: DivergedError, losses: list[float], step: int) -> DivergedError:
-        """The error with the last good checkpoint; writes the losses before it.
+        """Write the finite losses, and return the error with the path of the last good checkpoint.
 
-        The loss of the next step shows whether the weights of a checkpoint are good.
+        The weights of a checkpoint are good if the loss of the next step is.
         """
         finite = [*takewhile(isfinite, losses)]
         if self.metrics is not None and finite:
@@ -226,7 +233,7 @@ class RunTrainer(CheckpointTrainer):
         return DivergedError(f"{error}; {advice}")
 
     def _head_load(self) -> dict[str, float]:
-        """The load of each routed head, averaged over micro batches and processes."""
+        """Return minimum and maximum load of routed heads per layer, averaged over micro batches and processes."""
         loads, self._loads = self._loads, []
         if self.routing is None or not loads:
             return {}
@@ -235,7 +242,7 @@ class RunTrainer(CheckpointTrainer):
         return load_metrics("head_load", dict(zip(self.routing.layers, reduced, strict=True)))
 
     def _step_losses(self) -> list[float]:
-        """The losses of the steps since the last log."""
+        """Return the losses of the steps since the last log."""
         by_step = torch.stack(self._micro_losses).view(-1, self.args.gradient_accumulation_steps).sum(1)
         self._micro_losses = []
         return self.accelerator.reduce(by_step.float(), "mean").tolist()

@@ -1,8 +1,8 @@
-"""The teacher's highest probabilities for every sample of a run, on disk: distillation without the teacher.
+"""Top-k probabilities of the teacher for every sample of a run, stored on disk for offline distillation.
 
-indices      (samples, length, k) uint32
-logarithms   the same shape, float16: log-probabilities among all tokens
-logits.json  the data and the seed that they belong to, and the identity of the teacher's weights
+indices      token ids (samples, length, k), uint32
+logarithms   log-probabilities among all tokens (samples, length, k), float16
+logits.json  shape, vocabulary size, data fingerprint, seed, and identity of the teacher's weights
 """
 
 import json
@@ -26,28 +26,29 @@ from .models import load_teacher, vocabulary_size
 from .training_arguments import training_arguments
 
 HIGHEST = 64
-"""Probabilities stored for each prediction; all others count as one outcome."""
+"""Number of probabilities (k) stored per token; all other tokens count as one outcome."""
 RECORD = "logits.json"
 INDICES, LOGARITHMS = "teacher_indices", "teacher_logarithms"
 FILES = {INDICES: ("indices", np.uint32), LOGARITHMS: ("logarithms", np.float16)}
+"""Key of a sample -> file name and dtype."""
 
 
 def run_key(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
-    """The settings that determine the samples of a run and their order."""
+    """Return the settings that determine the samples of a run and their order."""
     return {"data": data.fingerprint, "seed": recipe.train.seed}
 
 
 def teacher_of(logits: str) -> str | None:
-    """The identity of the weights that made the logits in a folder, if it is recorded."""
+    """Return the identity of the teacher whose logits are in a folder; None if it is not recorded."""
     try:
-        found = json.loads((Path(logits) / RECORD).read_bytes()).get("teacher")
-    except (OSError, ValueError, AttributeError):  # reported where the logits are opened
+        identity = json.loads((Path(logits) / RECORD).read_bytes()).get("teacher")
+    except (OSError, ValueError, AttributeError):  # `WithTeacher` reports the error
         return None
-    return found if isinstance(found, str) else None
+    return identity if isinstance(identity, str) else None
 
 
 def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> None:
-    """Write the folder for `distillation.logits`, for this recipe's data, seed and number of tokens."""
+    """Run the teacher on all samples of the recipe's run, and write the folder for `distillation.logits`."""
     if recipe.distillation is None or recipe.distillation.teacher is None:
         raise RecipeError("the recipe has no distillation.teacher whose logits could be saved: name one")
     if recipe.distillation.weight == 0:
@@ -80,23 +81,23 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
 
 @torch.inference_mode()
 def _write(teacher: Any, batches: DataLoader[Sample], folder: Path, progress: Progress) -> tuple[int, int, int]:
-    """Run the teacher, and return the shape of the files."""
+    """Run the teacher, write both tensors, and return their shape (samples, length, k)."""
     count, done = len(batches.dataset), 0  # type: ignore[arg-type]
     highest = min(HIGHEST, teacher.config.vocab_size)
     with (folder / FILES[INDICES][0]).open("wb") as indices, (folder / FILES[LOGARITHMS][0]).open("wb") as logarithms:
         for batch in batches:
             inputs = {name: value.to(teacher.device) for name, value in batch.items() if name != "labels"}
             logits = teacher(**inputs, use_cache=False)["logits"].float()
-            found = logits.log_softmax(-1).topk(highest, dim=-1)
-            indices.write(found.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
-            logarithms.write(found.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
+            top = logits.log_softmax(-1).topk(highest, dim=-1)
+            indices.write(top.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
+            logarithms.write(top.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
             done += len(logits)
             progress("teacher", done, count)
     return count, logits.shape[1], highest
 
 
 class WithTeacher(Dataset[Sample]):
-    """Samples with the teacher's stored probabilities."""
+    """Training samples with the teacher's stored token ids and log-probabilities (length, k)."""
 
     def __init__(self, samples: Dataset[Sample], options: Distillation, key: dict[str, Any], vocabulary: int) -> None:
         self._samples = samples

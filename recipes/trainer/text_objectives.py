@@ -1,4 +1,4 @@
-"""The objectives on text: the next token, masked tokens with the order of segments, and spans that were cut out."""
+"""Objectives on text: next token, masked tokens (with the order of segments), and span corruption."""
 
 from abc import abstractmethod
 from dataclasses import replace
@@ -18,16 +18,16 @@ from .loading import load_tokenizer
 from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores, count_predictions
 
 ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
-"""The second head's output in ALBERT and in BERT."""
+"""Output of the segment-order head in ALBERT and in BERT."""
 
 
 def decoder_start(config: Any) -> int | None:
-    """The decoder's first input."""
+    """Return the id of the decoder's start token, or None."""
     return getattr(config, "decoder_start_token_id", None)
 
 
 def check_context(recipe: Recipe, config: Any) -> None:
-    """`RecipeError` if a window is longer than the model's context."""
+    """Raise `RecipeError` if a window is longer than the model's context."""
     length, context = recipe.data.length, getattr(config, "max_position_embeddings", None)
     if context is not None and length > context:
         raise RecipeError(f"data.length={length} is more than max_position_embeddings={context}: lower it")
@@ -37,24 +37,27 @@ class TextObjective(Objective):
     """Base class of the objectives on text."""
 
     def load_processor(self) -> Any:
-        """The tokenizer."""
+        """Load the tokenizer."""
         return load_tokenizer(self.recipe)
 
     def complete_config(self, config: Any, processor: Any) -> None:
-        """The special tokens."""
+        """Set the ids of the special tokens."""
         config.bos_token_id, config.eos_token_id = processor.bos_token_id, processor.eos_token_id
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
-        """Sequences of `data.length`."""
+        """Return sequences of `data.length` tokens."""
         return {"input_ids": torch.zeros(rows, self.recipe.data.length, dtype=torch.long)}
 
     def logits(self, config: Any) -> int:
-        """The logits of every token."""
+        """Return the number of logits of all tokens in a window."""
         return int(self.recipe.data.length * config.vocab_size)
 
 
 def excess_expert_loss(model: nn.Module, outputs: Any, share: torch.Tensor) -> torch.Tensor | float:
-    """The balance loss of a stock mixture of experts beyond this micro batch's share; our models add only that."""
+    """Return the part of a stock MoE model's load-balancing loss that exceeds the micro batch's share of the step.
+
+    A stock model adds the whole loss for each micro batch; crosshead models add only their share.
+    """
     config: Any = getattr(model, "module", model).config
     if outputs.get("aux_loss") is None or hasattr(config, "mixers"):
         return 0.0
@@ -62,22 +65,22 @@ def excess_expert_loss(model: nn.Module, outputs: Any, share: torch.Tensor) -> t
 
 
 class NextToken(TextObjective):
-    """A decoder predicts the next token; the model computes the loss, with those of experts."""
+    """A decoder predicts the next token; the model itself computes the loss, with the balance loss of experts."""
 
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
-        """Windows of text, within the model's context."""
+        """Open windows of text, which must fit into the model's context."""
         check_context(self.recipe, config)
         return open_data(self.recipe.data, processor, config.vocab_size, progress)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """The predictions of all tokens but the first."""
+        """Return the predictions of all tokens but the first."""
         return [Predictions("", outputs["logits"][:, :-1], inputs[LABELS][:, 1:])]
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
     ) -> tuple[torch.Tensor, Any]:
-        """The model's own loss, with the balance loss of each sequence instead of that of all tokens."""
-        inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, attention joins documents
+        """Return the model's own loss, with head balance losses per sequence instead of over the micro batch."""
+        inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # a cache lets attention cross documents
         shares = count_predictions(inputs[LABELS]) / items
         if routing is None:
             outputs = model(**inputs)
@@ -87,30 +90,30 @@ class NextToken(TextObjective):
         return outputs["loss"] + (routing.loss_by_sequence(outputs, shares) - of_all_tokens), outputs
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
-        """The loss alone."""
+        """Return the loss, without the accuracy."""
         return {LOSS: super().evaluate(model, inputs)[LOSS]}
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Without a cache, with which attention would join documents."""
+        """Return the inputs of the model, without a cache, with which attention would cross documents."""
         return super().model_inputs(inputs) | {"use_cache": False}
 
 
 class CorruptionObjective(TextObjective):
-    """The model predicts the original of a corrupted text."""
+    """Base class of objectives that predict the original of a corrupted text."""
 
     @abstractmethod
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
-        """The change of each window."""
+        """Return the corruption of each window."""
 
     def complete_config(self, config: Any, processor: Any) -> None:
-        """The special tokens; a decoder starts with the token for padding, as T5's."""
+        """Set the ids of the special tokens; a decoder starts with the padding token by default, as in T5."""
         super().complete_config(config, processor)
         config.pad_token_id = processor.pad_token_id
         if config.is_encoder_decoder and decoder_start(config) is None:
             config.decoder_start_token_id = processor.pad_token_id
 
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
-        """Windows of text whose length is `data.length` after the corruption, which is the same in each evaluation."""
+        """Open windows that fit `data.length` after the corruption, which is the same in each evaluation."""
         corruption = self.corruption(processor, config)
         windows = replace(self.recipe.data, length=corruption.text_length)
         return open_data(windows, processor, config.vocab_size, progress).prepared(corruption)
@@ -120,7 +123,7 @@ class MaskedTokens(CorruptionObjective):
     """An encoder predicts masked tokens and, with a second head, the order of two segments."""
 
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
-        """Masks, and special tokens around the segments."""
+        """Return the masking, with special tokens around one or two segments."""
         check_context(self.recipe, config)
         if self.options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
             raise RecipeError(
@@ -130,7 +133,7 @@ class MaskedTokens(CorruptionObjective):
         return masked_tokens(self.options, tokenizer, config.vocab_size, self.recipe.data.length)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """The masked tokens, and the order if it is asked for."""
+        """Return the predictions of masked tokens and, with two segments, of their order."""
         if ORDER_LABELS not in inputs:
             return [Predictions("", outputs["logits"], inputs[LABELS])]
         order = next(outputs[name] for name in ORDER_LOGITS if name in outputs)
@@ -141,10 +144,10 @@ class MaskedTokens(CorruptionObjective):
 
 
 class Spans(CorruptionObjective):
-    """An encoder reads a text without some spans, and a decoder predicts these."""
+    """Span corruption: an encoder reads a text without some spans, and a decoder predicts the spans."""
 
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
-        """Sentinels instead of spans."""
+        """Return the span corruption."""
         start = tokenizer.pad_token_id if decoder_start(config) is None else decoder_start(config)
         if start is None:
             raise RecipeError(
@@ -153,24 +156,24 @@ class Spans(CorruptionObjective):
         return cut_spans(self.options, tokenizer, config.vocab_size, self.recipe.data.length, start)
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
-        """Inputs of the encoder and of the decoder."""
+        """Return inputs of the encoder and of the decoder."""
         shapes = {"input_ids": self.recipe.data.length, "decoder_input_ids": self._targets()}
         zeros = {name: torch.zeros(rows, size, dtype=torch.long) for name, size in shapes.items()}
         return self.model_inputs(zeros)
 
     def logits(self, config: Any) -> int:
-        """Those of each token of the decoder."""
+        """Return the number of logits of all decoder tokens of a sample."""
         return int(self._targets() * config.vocab_size)
 
     def _targets(self) -> int:
-        """The decoder's length."""
+        """Return the number of decoder tokens of a sample."""
         _, noise, spans = span_sizes(self.options, self.recipe.data.length)
         return noise + spans + 1
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """Each token of the decoder's."""
+        """Return the predictions of all decoder tokens."""
         return [Predictions("", outputs["logits"], inputs[LABELS])]
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Without a cache."""
+        """Return the inputs of the model, without a cache."""
         return super().model_inputs(inputs) | {"use_cache": False}

@@ -1,4 +1,4 @@
-"""Turns a recipe into transformers' `TrainingArguments`."""
+"""Convert a recipe to transformers' `TrainingArguments`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..schema.recipe import Recipe
 
 
 def accumulation_steps(recipe: Recipe, processes: int) -> int:
-    """The micro batches of each process in a step, a whole number."""
+    """Return the gradient accumulation steps: micro batches per process and step; `RecipeError` if not whole."""
     at_once = recipe.train.micro_batch * processes
     if recipe.batch_size % at_once:
         raise RecipeError(
@@ -21,7 +21,7 @@ def accumulation_steps(recipe: Recipe, processes: int) -> int:
 
 
 def training_arguments(recipe: Recipe) -> Any:
-    """The Trainer's arguments; RunTrainer itself does the sampling order, the schedule and the checkpoints."""
+    """Return the Trainer's arguments; `RunTrainer` overrides sampling order, schedule and checkpoints."""
     from accelerate.utils import parse_flag_from_env
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -49,31 +49,32 @@ def training_arguments(recipe: Recipe) -> Any:
         bf16=train.dtype == "bfloat16",
         seed=train.seed,
         logging_steps=watch.every,
-        logging_nan_inf_filter=False,  # a loss that is not finite ends the run
+        logging_nan_inf_filter=False,  # keep nan and inf visible: they end the run
         save_strategy="steps",
         save_steps=recipe.checkpoints.every,
         eval_strategy="steps" if recipe.evaluates else "no",
-        eval_steps=watch.evaluate_every or recipe.steps,  # the library evaluates after the last step in any case
+        eval_steps=watch.evaluate_every or recipe.steps,  # the Trainer always evaluates after the last step
         report_to=list(watch.report_to) or "none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        use_cpu=on_cpu,  # the default misses the other processes of a run on CPUs
+        use_cpu=on_cpu,  # by default, a distributed run on CPUs would see one process
         dataloader_num_workers=recipe.data.workers,
         dataloader_pin_memory=not on_cpu,
-        ignore_data_skip=True,  # the sampler starts at the checkpoint
+        ignore_data_skip=True,  # the sampler itself starts at the checkpoint's sample
         ddp_find_unused_parameters=False,
-        # With FSDP2, reduce the gradients of each micro batch: otherwise every GPU stores all of them until the last.
+        # With FSDP2, reduce gradients after each micro batch: otherwise every GPU stores unsharded gradients until the
+        # last micro batch.
         accelerator_config={
             "gradient_accumulation_kwargs": {"sync_each_batch": parse_flag_from_env("ACCELERATE_USE_FSDP")}
         },
     )
-    arguments.mixed_precision = "bf16" if train.dtype == "bfloat16" else "no"  # by default it may be accelerate's
+    arguments.mixed_precision = "bf16" if train.dtype == "bfloat16" else "no"  # overrides accelerate's configuration
     if arguments.n_gpu > 1:
         raise RecipeError(
             f"one process sees {arguments.n_gpu} GPUs: start one for each with `accelerate launch --num_processes "
             f"{arguments.n_gpu} -m crosshead train`, or name one in CUDA_VISIBLE_DEVICES"
         )
-    if arguments.device.type == "cpu":  # not "cpu:0", to which older versions of transformers cannot load a checkpoint
+    if arguments.device.type == "cpu":  # older versions of transformers cannot load a checkpoint to "cpu:0"
         arguments._setup_devices = torch.device("cpu")
     arguments.gradient_accumulation_steps = accumulation_steps(recipe, arguments.world_size)
     return arguments

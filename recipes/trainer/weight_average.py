@@ -1,4 +1,4 @@
-"""The exponential moving average of the trained weights."""
+"""Exponential moving average (EMA) of the trained weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,27 +12,27 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 FILE = "average.safetensors"
-"""In a checkpoint: the average of each trained parameter, by its name."""
+"""File of a checkpoint with the average of each trained parameter, by name."""
 
 
 class WeightAverage(TrainerCallback):
-    """Averages the trained parameters of a model after each optimizer step, from their initial values on."""
+    """EMA of a model's trained parameters, starting at their initial values and updated after each optimizer step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """`decay` is the weight of the average of the steps before."""
+        """`decay` is the weight of the previous average in each update."""
         self._parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
         self._average = {name: part.detach().clone() for name, part in self._parameters.items()}
         self._update = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Add the new weights."""
+        """Update the average with the new weights."""
         trained: Any = [part.detach() for part in self._parameters.values()]
         self._update([*self._average.values()], trained, 0)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block, the model has the averaged weights: tensors are exchanged, not copied."""
+        """Give the model the averaged weights inside the block, by swapping tensors without a copy."""
         self._swap()
         try:
             yield
@@ -44,11 +44,11 @@ class WeightAverage(TrainerCallback):
             parameter.data, self._average[name] = self._average[name], parameter.data
 
     def save(self, checkpoint: Path) -> None:
-        """Add the average to a checkpoint."""
+        """Save the average into a checkpoint folder."""
         save_file({name: part.contiguous() for name, part in self._average.items()}, checkpoint / FILE)
 
     def load(self, checkpoint: Path) -> None:
-        """Continue the average of a checkpoint; an error if its tensors are not those of the model."""
+        """Load the average of a checkpoint; raise `ValueError` if its tensor names differ from the model's."""
         stored = load_file(checkpoint / FILE)
         for name in sorted(stored.keys() ^ self._average.keys()):
             raise ValueError(f"its {FILE} does not fit the model, as {name} shows")

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: the same for the same files, another where a weight or the configuration differs."""
+"""The fingerprint of a model changes if a weight or the configuration changes, and only then."""
 
 import shutil
 

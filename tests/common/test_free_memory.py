@@ -1,4 +1,4 @@
-"""Limits of control groups of both versions, wherever above the process they are set."""
+"""Free memory within the limits of cgroups v1 and v2, which may be set for any parent group of the process."""
 
 import os
 
@@ -13,7 +13,7 @@ V2, V1 = "0::/user/job\n", "12:cpu,cpuacct:/\n5:memory:/user/job\n0::/user/job\n
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    """A system with 1 GiB free, and no limits yet."""
+    """A fake system with 1 GiB of free memory and without limits."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {1 << 20} kB\n")
     (tmp_path / "groups").mkdir()
     monkeypatch.setattr(free_memory, "MEMORY_INFO", tmp_path / "meminfo")
@@ -23,7 +23,7 @@ def system(tmp_path, monkeypatch):
 
 
 def limited(group, limit, used=60, files=40, version="v2"):
-    """A control group with limits in MiB."""
+    """Write the files of a cgroup; `limit`, `used` and `files` (page cache) are in MiB."""
     names = ("memory.max", "memory.current") if version == "v2" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     group.mkdir(parents=True, exist_ok=True)
     (group / names[0]).write_text("max\n" if limit is None else f"{limit * MIB}\n")

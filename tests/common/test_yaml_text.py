@@ -1,4 +1,4 @@
-"""YAML as text: keys that YAML 1.1 changes, repeated keys, anchors, and values that spell a type."""
+"""YAML with scalars as text: keys that YAML 1.1 would convert, repeated keys, anchors, and typed values."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def positive(*shape, seed=0, rank=None):
 
 
 def sums(heads, parts=1, seed=0, bias=False):
-    """Made-up statistics: metric, gram, weight."""
+    """Return random statistics: metric (heads, parts, D, D), gram (heads, parts, features, features), weights."""
     features = heads * D + bias
     metric = positive(heads, parts, D, seed=seed)
     return metric, positive(heads, parts, features, seed=seed + 1), torch.ones(heads, parts).double()
@@ -61,14 +61,14 @@ def test_values_reach_the_best_under_a_metric(heads, components):
 
 @pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 1), (3, 2), (4, 3)])
 def test_keys_reach_the_best_of_complex_mixing(heads, components):
-    """Where every pair of features stands alone, the best is that of each pair's complex matrix."""
+    """If the pairs of features that RoPE rotates are independent, the optimum is the sum of the pairs' optima."""
     pairs = [positive(2 * heads, seed=10 + p) for p in range(D // 2)]
     turn = pair_maps(torch.tensor([1j]).to(torch.complex128))
     gram = torch.zeros(heads * D, heads * D, dtype=torch.float64)
     best = 0.0
     for p, pair in enumerate(pairs):
         quarter = torch.block_diag(*[turn] * heads)
-        pair = (pair + quarter @ pair @ quarter.T) / 2  # alike in all directions, as after many turns
+        pair = (pair + quarter @ pair @ quarter.T) / 2  # invariant under RoPE's rotations
         rows = [i * D + p + half * D // 2 for i in range(heads) for half in (0, 1)]
         gram[torch.tensor(rows)[:, None], torch.tensor(rows)] = pair
         best += float(torch.linalg.eigvalsh(pair)[: 2 * (heads - components)].sum())
@@ -95,7 +95,7 @@ def test_maps_are_well_conditioned_and_errors_fall_with_components(solve, compon
 
 @pytest.mark.parametrize(("solve", "components"), grid([aligned_keys, aligned_values], [1, 2], strength=1))
 def test_what_heads_are_called_does_not_matter(solve, components):
-    """Maps that a source could have folded away change nothing but the coordinates."""
+    """The solution does not depend on the basis of each head: invertible maps change only the coordinates."""
     metric, gram, weight = sums(3, parts=2 if solve is aligned_keys else 1)
     maps = torch.linalg.qr(random(3, D, D, seed=8)).Q * torch.linspace(0.5, 2, D)
     if solve is aligned_keys:
@@ -133,7 +133,7 @@ def test_even_maps_give_the_same_heads():
 
 @pytest.mark.parametrize("solve", [aligned_keys, aligned_values])
 def test_fitted_maps_are_even(solve):
-    """So that weights keep their sizes, whatever the coordinates of the fit."""
+    """Maps are orthogonal on average, so that weights keep their sizes whatever the coordinates of the fit."""
     metric, gram, weight = sums(3)
     maps = solve(Errors.of(100 * metric, gram / 100, weight), 2).maps
     assert torch.allclose((maps.mT @ maps).mean(0), torch.eye(D).double(), atol=1e-9)

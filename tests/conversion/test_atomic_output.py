@@ -73,7 +73,7 @@ def test_small_disk(tmp_path, monkeypatch):
         output.check_space(400, 201)
     with pytest.raises(KeyError), atomic_output(tmp_path / "out", ONE, False) as output:
         (output.work / "seen.safetensors").write_bytes(bytes(50))
-        output.check_space(400, 250)  # fifty of them are there already
+        output.check_space(400, 250)  # 50 bytes are written already
         raise KeyError
     assert names(tmp_path / ".out.crosshead-partial") == ["journal.json", "lock", "model", "seen.safetensors"]
     free = 10**6

@@ -14,7 +14,7 @@ from output_toys import ONE
 
 
 def many_shards(target):
-    """A conversion of many files, with some work between the pieces."""
+    """Write a model of many shards to `target`, with some computation between the chunks."""
 
     def chunks(seed):
         yield from tensor_chunks(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
@@ -43,21 +43,21 @@ def content(folder):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("work", [many_shards, forever], ids=["first", "replacing"])
 def test_killed_at_any_moment(tmp_path, work):
-    """One target is killed on its way to the first model, the other while it is replaced over and over."""
+    """Kill a process that writes a first model, or one that replaces the model over and over."""
     begin = time.perf_counter()
     many_shards(tmp_path / "whole")
     duration, whole = time.perf_counter() - begin, content(tmp_path / "whole")
-    target, chance, seen = tmp_path / "out", random.Random(1), False
+    target, chance, published = tmp_path / "out", random.Random(1), False
     for _ in range(20):
         process = get_context("fork").Process(target=work, args=(target,))
         process.start()
-        time.sleep(chance.random() * duration * (0.3 if work is many_shards and not seen else 1.5))
+        time.sleep(chance.random() * duration * (0.3 if work is many_shards and not published else 1.5))
         process.kill()
         process.join()
-        found = (target / "config.json").exists()  # without it, it is no model
-        assert not found or content(target) == whole
-        assert target.exists() or not seen
-        seen = seen or found
+        complete = (target / "config.json").exists()  # a folder without it is no model
+        assert not complete or content(target) == whole
+        assert target.exists() or not published
+        published = published or complete
         assert not (tmp_path / "out.record").exists() or target.exists()
     many_shards(target)
     assert content(target) == whole
@@ -65,7 +65,7 @@ def test_killed_at_any_moment(tmp_path, work):
 
 
 def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
-    """Else what is left would look like a model in its place whose record is not yet there."""
+    """Otherwise the remains would look like a published model whose record is still missing."""
 
     def killed(path):
         remove(path)
@@ -79,7 +79,7 @@ def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "remove", killed)
-        with atomic_output(target, {}, overwrite=False, restart=True):  # takes away what the one before it left
+        with atomic_output(target, {}, overwrite=False, restart=True):  # removes the remains of the run before
             pass
     with pytest.raises(KeyboardInterrupt), atomic_output(target, ONE, overwrite=False):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be converted: one line that names what is wrong, and nothing left behind."""
+"""Checkpoints that cannot be converted: a one-line error that names the fault, and no files left behind."""
 
 import pytest
 import torch

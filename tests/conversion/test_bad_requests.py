@@ -1,4 +1,4 @@
-"""What is asked of a sound checkpoint and cannot be: one line, and nothing left behind."""
+"""Requests that a sound checkpoint cannot fulfil: a one-line error, and no files left behind."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ APART, OFFLINE = "source", "HF_HUB_OFFLINE"
 
 
 def beside(name, content=b""):
-    """A file, folder or link beside the source before the command runs."""
+    """Return a function that makes a file (bytes), a link (str) or a folder (list of names) beside the source."""
 
     def make(folder):
         path = folder.parent / name
@@ -41,7 +41,7 @@ def calibration(folder):
 
 
 def from_another(**changes):
-    """A result of another source."""
+    """Return a function that writes the conversion of another source to `out`."""
 
     def make(folder):
         write_stock(folder.parent / "third", **changes)
@@ -134,8 +134,8 @@ OTHERS = {
     "verify source source --text none.txt": "none.txt",
     "verify source source --text source/model.safetensors": "source/model.safetensors",
 }
-ALL = {f"{TO}{asked}": Case(words, command=TO + asked) for asked, words in MIXERS.items()}
-ALL |= {asked: Case(words, command=asked) for asked, words in OTHERS.items()}
+ALL = {f"{TO}{mixer}": Case(words, command=TO + mixer) for mixer, words in MIXERS.items()}
+ALL |= {command: Case(words, command=command) for command, words in OTHERS.items()}
 ALL |= {
     "target is a file": Case("out", beside("out"), CONVERT),
     "target is a folder": Case("out", beside("out", ["notes"]), CONVERT),
@@ -212,7 +212,7 @@ def test_shards_that_are_links_as_in_the_hubs_cache(bases, tmp_path, capfd, monk
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MB, where this user may mount one."""
+    """A tmpfs of 1 MB; the test is skipped where this user cannot mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if (
@@ -228,7 +228,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("out", ["disk/out", "disk"])
 def test_full_disk(out, small_disk, bases, tmp_path, capfd, monkeypatch):
-    """Where OUT is the disk itself, its filler lies on it beside the model that is replaced."""
+    """If OUT is the mount point itself, the filler file lies beside the model that is replaced."""
     shutil.copytree(bases / "one", tmp_path / "source")
     command = f"convert source {out} --mixer knocking --no-verify --overwrite"
     if out == "disk":

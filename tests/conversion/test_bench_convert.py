@@ -1,6 +1,6 @@
-"""Conversions of a checkpoint that is made to be converted, beside a copy of it.
+"""`crosshead bench convert`: the synthetic checkpoint, its conversions, and the copy of files as a baseline.
 
-In the slow tier, as tests of measuring tools are, but for one quick run of the command and what takes no time.
+Slow tier, like all tests of measuring tools, except for one quick run of the command and the instant tests.
 """
 
 import json
@@ -49,19 +49,19 @@ def test_the_checkpoint_is_whole_and_finite(checkpoint):
 
 @pytest.mark.slow
 def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
-    kept = []
+    records = []
     fresh = Synthetic._fresh
 
     def keep(self, name):
         record = self.folder / name / "conversion.json"
-        kept.append(json.loads(record.read_text()) if record.exists() else None)
+        records.append(json.loads(record.read_text()) if record.exists() else None)
         return fresh(self, name)
 
     monkeypatch.setattr(Synthetic, "_fresh", keep)
     figures = {name: checkpoint.convert(name) for name in ("neutral", "virtual-heads", "calibration")}
-    for found in figures.values():
-        assert found["seconds"] > 0 and found["peak_bytes"] > 100e6
-    neutral, virtual = (record for record in kept if record is not None)
+    for figure in figures.values():
+        assert figure["seconds"] > 0 and figure["peak_bytes"] > 100e6
+    neutral, virtual = (record for record in records if record is not None)
     assert list(neutral["options"]["mixers"]) == ["knocking"] and neutral["counts"]["rewritten"] == 0
     assert virtual["options"]["mixers"]["explicit"]["key_heads"] == 4
     assert virtual["calibration"]["saved"] == "calibration.safetensors"
@@ -75,19 +75,19 @@ def test_a_copy_is_whole(checkpoint, monkeypatch):
     copied = []
     run_process = bench_convert.run_child
 
-    def note(command, *given):
-        said = run_process(command, *given)
+    def recording(command, *arguments):
+        output = run_process(command, *arguments)
         out = Path(command[-1])
         copied.append({path.name: path.read_bytes() for path in out.iterdir()})
-        return said
+        return output
 
-    monkeypatch.setattr(bench_convert, "run_child", note)
+    monkeypatch.setattr(bench_convert, "run_child", recording)
     checkpoint.copy()
     assert copied == [{path.name: path.read_bytes() for path in checkpoint.source.iterdir()}]
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_convert.shutil, "disk_usage", lambda place: SimpleNamespace(free=2.5e9))
+    monkeypatch.setattr(bench_convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=2.5e9))
     with pytest.raises(ConversionError, match=r"2\.98 GB.*2\.5 GB.*TMPDIR"):
         Synthetic(tmp_path, 1).write(lambda folder: None)
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +117,7 @@ def test_a_process_that_fails_is_one_clear_line(checkpoint):
 
 
 def run_here(command, *_):
-    """In place of a process for each conversion."""
+    """Run a conversion or a copy in this process instead of a new one."""
     if command[0] == "cp":
         return subprocess.run(command, check=True, capture_output=True).stdout
     return json.dumps(bench_convert.main(json.loads(command[-1]))).encode()
@@ -137,9 +137,9 @@ def test_the_command(process, checkpoint, tmp_path, monkeypatch, capfd):
     )
     assert status == 0, err
     report = json.loads((tmp_path / "a.json").read_text())
-    found = report["cases"]["neutral"]
-    assert found["shape"]["bytes"] == pytest.approx(1e7, rel=0.1) and found["dtype"] == "bfloat16"
-    assert found["bytes_per_second"][1] == found["shape"]["bytes"] / found["median_baseline"]
-    assert found["target"] == 1.5
+    case = report["cases"]["neutral"]
+    assert case["shape"]["bytes"] == pytest.approx(1e7, rel=0.1) and case["dtype"] == "bfloat16"
+    assert case["bytes_per_second"][1] == case["shape"]["bytes"] / case["median_baseline"]
+    assert case["target"] == 1.5
     assert out.splitlines()[1].startswith("neutral ") and list(scratch.iterdir()) == []
     assert list(MIXERS) == ["neutral", "calibration", "virtual-heads"]

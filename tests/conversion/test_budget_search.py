@@ -1,4 +1,4 @@
-"""Losses are those of the compressed models themselves, and the choice is the best there is."""
+"""Measured losses equal those of the converted models, and the chosen counts of heads are the optimum."""
 
 from itertools import product
 
@@ -52,7 +52,7 @@ def cached_numbers(pairs, heads, size, eps, scales=1):
 
 
 def by_trial(losses, heads, layers, size, eps, budget):
-    """The least summed loss within the budget, over every combination."""
+    """Return the least summed loss within the budget over all combinations, or None if none fits."""
     room = budget * layers * 2 * heads * size
     counts = [heads, *counts_to_try(heads)]
     best = None
@@ -83,13 +83,13 @@ def test_the_best_choice(budget, heads, eps):
         pairs = choice.pairs
         assert cached_numbers(pairs, heads, 8, eps) == pytest.approx(choice.cache * 3 * 2 * heads * 8)
         assert choice.cache <= budget and choice.loss == pytest.approx(expected)
-        found = sum(
+        total = sum(
             losses[layer, side, count]
             for layer, pair in enumerate(pairs)
             for side, count in zip(("key", "value"), pair, strict=True)
             if count < heads
         )
-        assert found == pytest.approx(expected)
+        assert total == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 2), (None, 1)])
@@ -125,8 +125,8 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
     target = toys.mixed_config(backbone, {}, num_key_value_heads=4)
     tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
-    kept = [Counts(4, 4, groups)] * 2
-    trials = ComponentTrials(source.store, stock, target.layouts(), kept, None, "svd")
+    uncompressed = [Counts(4, 4, groups)] * 2
+    trials = ComponentTrials(source.store, stock, target.layouts(), uncompressed, None, "svd")
     losses = measure_losses(model, [trials], tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3) if groups == 1 else (2,)))
     expected = toys.STOCK[backbone][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
@@ -136,13 +136,13 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
         mixers = {"explicit": {f"{side}_heads": counts, "groups": groups, "method": "svd"}}
         crosshead.convert(folder, tmp_path / "out", mixers, verify=False, overwrite=True)
         made = getattr(crosshead, f"Crosshead{backbone}ForCausalLM").from_pretrained(tmp_path / "out")
-        found = made(tokens).logits[:, ::2].log_softmax(-1)
-        divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
+        log_probabilities = made(tokens).logits[:, ::2].log_softmax(-1)
+        divergence = (expected.exp() * (expected - log_probabilities)).sum(-1).mean().item()
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
 def test_layers_are_fitted_to_the_counts_that_were_chosen(tmp_path):
-    """As if the counts had been asked for."""
+    """The result equals a conversion with the chosen counts as options."""
     source, text = (
         write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4),
         tmp_path / "text.txt",
@@ -150,9 +150,9 @@ def test_layers_are_fitted_to_the_counts_that_were_chosen(tmp_path):
     text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40)
     options = {"calibration": text, "verify": False}
     chosen = crosshead.convert(source, tmp_path / "chosen", {}, cache="60%", **options)["chosen"]
-    asked = AutoConfig.from_pretrained(tmp_path / "chosen", trust_remote_code=True).mixers["explicit"]
-    assert [asked["key_heads"], asked["value_heads"]] == [chosen["key_heads"], chosen["value_heads"]]
-    crosshead.convert(source, tmp_path / "asked", {"explicit": asked}, **options)
+    explicit = AutoConfig.from_pretrained(tmp_path / "chosen", trust_remote_code=True).mixers["explicit"]
+    assert [explicit["key_heads"], explicit["value_heads"]] == [chosen["key_heads"], chosen["value_heads"]]
+    crosshead.convert(source, tmp_path / "asked", {"explicit": explicit}, **options)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("chosen", "asked")]
     assert files[0] == files[1]
 
@@ -172,13 +172,13 @@ def test_active_heads_are_tried_in_sixths():
 
 @pytest.mark.parametrize("percent", range(5, 100, 5))
 def test_a_budget_is_used_to_the_last_unit(percent):
-    """0.7 times 180 is less than 126 in floating point."""
+    """Budgets must tolerate rounding: in floating point, 0.7 times 180 is less than 126."""
     losses = {
         (layer, side, count): float(10 - count) for layer in range(30) for side in PROJECTIONS for count in (1, 2)
     }
     losses |= {(layer, ACTIVE, count): float(10 - count) for layer in range(30) for count in range(1, 9)}
     units = percent * 30 * 6 // 100
-    if units >= 60:  # of one component for each side and layer
+    if units >= 60:  # one component for each side and layer
         assert choose(losses, layouts(3, 30, 8), percent / 100).cache == pytest.approx(units / 180)
     active = percent * 30 * 9 // 100
     if active >= 30:
@@ -215,13 +215,13 @@ def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_pa
         mixture = {"mixture": {"active_heads": count, "layers": [layer]}}
         crosshead.convert(folder, tmp_path / "out", mixture, verify=False, overwrite=True, calibration=text)
         made = crosshead.CrossheadLlamaForCausalLM.from_pretrained(tmp_path / "out")
-        found = made(tokens).logits[:, ::2].log_softmax(-1)
-        divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
+        log_probabilities = made(tokens).logits[:, ::2].log_softmax(-1)
+        divergence = (expected.exp() * (expected - log_probabilities)).sum(-1).mean().item()
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
 def test_active_heads_within_a_budget_alone_and_with_the_cache(text, tmp_path):
-    """The same model as with these heads asked for."""
+    """The result equals a conversion with the chosen counts as options."""
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     options = {"calibration": text, "verify": False}
     for budgets in ({"active": "60%"}, {"active": 0.75, "cache": "60%"}):

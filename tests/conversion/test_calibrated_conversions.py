@@ -1,4 +1,4 @@
-"""Conversions that look at text first: component heads, their choice, the order of heads."""
+"""Conversions with calibration: component heads, the choice of their numbers, and the order of heads."""
 
 import errno
 import json
@@ -51,8 +51,8 @@ def text(tmp_path):
     ids=str,
 )
 def test_component_heads(source, counts, text, tmp_path):
-    asked = {"explicit": dict(zip(("key_heads", "value_heads", "groups"), counts, strict=True)), "gating": {}}
-    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
+    mixers = {"explicit": dict(zip(("key_heads", "value_heads", "groups"), counts, strict=True)), "gating": {}}
+    report = crosshead.convert(source, tmp_path / "made", mixers, calibration=text)
     measured = report["verification"]
     assert measured["kv_bytes_per_token_after"] < measured["kv_bytes_per_token_before"]
     assert measured["reload"]["greatest_logit_difference"] < 1e-4
@@ -65,14 +65,14 @@ def test_component_heads(source, counts, text, tmp_path):
 def test_aligned_loses_less_than_svd(source, text, tmp_path):
     losses = {}
     for method in ("aligned", "svd"):
-        asked = {"explicit": {"key_heads": 2, "value_heads": 2, "method": method}}
-        read = {"calibration": text} if method == "aligned" else {}
-        losses[method] = crosshead.convert(source, tmp_path / method, asked, **read)["verification"]["kl_divergence"]
+        mixers = {"explicit": {"key_heads": 2, "value_heads": 2, "method": method}}
+        extra = {"calibration": text} if method == "aligned" else {}
+        losses[method] = crosshead.convert(source, tmp_path / method, mixers, **extra)["verification"]["kl_divergence"]
     assert losses["aligned"] < 0.5 * losses["svd"]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "mixers",
     [
         {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}},
         {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}},
@@ -80,10 +80,10 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
     ],
     ids=["reordered", "groups", "groups in order"],
 )
-def test_saved_calibration_gives_the_same_bytes(source, asked, text, tmp_path):
+def test_saved_calibration_gives_the_same_bytes(source, mixers, text, tmp_path):
     saved = tmp_path / "saved.safetensors"
-    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
-    report = crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
+    crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
+    report = crosshead.convert(source, tmp_path / "second", mixers, calibration=saved, verify=False)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
     assert weights[0] == weights[1]
     assert report["calibration"]["saved"] == "saved.safetensors"
@@ -93,36 +93,36 @@ def test_saved_calibration_gives_the_same_bytes(source, asked, text, tmp_path):
             crosshead.convert(other, tmp_path / "third", wrong, calibration=saved)
 
 
-RUN = ["embed_tokens", "0.input_layernorm", "0.self_attn.q_proj", "1.self_attn.v_proj", "0.mlp.down_proj"]
+TENSORS_RUN = ["embed_tokens", "0.input_layernorm", "0.self_attn.q_proj", "1.self_attn.v_proj", "0.mlp.down_proj"]
 
 
 def test_a_saved_calibration_is_for_the_weights_that_were_run(text, tmp_path):
     source, saved = write_stock(tmp_path / "source"), tmp_path / "saved.safetensors"
-    asked = {"explicit": {"key_heads": 1}}
+    mixers = {"explicit": {"key_heads": 1}}
     options = {"calibration": saved, "verify": False, "overwrite": True}
-    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
+    crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
     whole = load_file(source / WEIGHTS)
-    for part in RUN:
+    for part in TENSORS_RUN:
         state = {name: tensor * 1.001 if part in name else tensor for name, tensor in whole.items()}
         save_file(state, source / WEIGHTS, {"format": "pt"})
         with pytest.raises(ConversionError, match="fingerprint"):
-            crosshead.convert(source, tmp_path / "made", asked, **options)
+            crosshead.convert(source, tmp_path / "made", mixers, **options)
     save_file(whole | {"lm_head.weight": -whole["lm_head.weight"]}, source / WEIGHTS, {"format": "pt"})
-    crosshead.convert(source, tmp_path / "made", asked, **options)  # no layer depends on the head
+    crosshead.convert(source, tmp_path / "made", mixers, **options)  # calibration does not run the LM head
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     with pytest.raises(ConversionError, match="fingerprint"):
-        crosshead.convert(source, tmp_path / "made", asked, **options)
+        crosshead.convert(source, tmp_path / "made", mixers, **options)
 
 
 def test_a_calibration_of_an_earlier_version_is_refused(text, tmp_path):
-    """Its mark covered key and value weights alone."""
+    """The fingerprint of earlier versions covered key and value weights alone."""
     source, saved = write_stock(tmp_path / "source"), tmp_path / "saved.safetensors"
-    asked = {"explicit": {"key_heads": 1}}
-    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
+    mixers = {"explicit": {"key_heads": 1}}
+    crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
     save_file(load_file(saved), saved, {"key_value_weights": "0" * 64})
     with pytest.raises(ConversionError, match=r"saved\.safetensors"):
-        crosshead.convert(source, tmp_path / "made", asked, calibration=saved)
+        crosshead.convert(source, tmp_path / "made", mixers, calibration=saved)
 
 
 def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_reads(text, tmp_path, monkeypatch):
@@ -143,30 +143,30 @@ def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_read
     assert len(reads) == len(set(reads)) == len(tensor_shapes(stock)) - 2
     progress = []
     with safe_open(made.path, framework="pt") as file:
-        found = fingerprint_of(source.store, stock, lambda *done: progress.append(done))
-        assert file.metadata()["fingerprint"] == found
+        fingerprint = fingerprint_of(source.store, stock, lambda *done: progress.append(done))
+        assert file.metadata()["fingerprint"] == fingerprint
     assert progress[-1][1] == progress[-1][2] == sum(source.store.entries[name].size for name in reads)
 
 
 def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
-    """What was solved for some counts is used for these alone."""
+    """Solutions that were fitted for some counts of heads are used for these counts only."""
     saved = tmp_path / "saved.safetensors"
-    asked = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
-    crosshead.convert(source, tmp_path / "made", asked[0], calibration=text, save_calibration=saved, verify=False)
-    held = load_file(saved)
-    assert {name.split(".")[2] for name in held if ".statistics." in name} == {"key", "value", "output", "fitted"}
+    mixers = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
+    crosshead.convert(source, tmp_path / "made", mixers[0], calibration=text, save_calibration=saved, verify=False)
+    stored = load_file(saved)
+    assert {name.split(".")[2] for name in stored if ".statistics." in name} == {"key", "value", "output", "fitted"}
     made = [
-        crosshead.convert(source, tmp_path / name, asked[1], calibration=given)["verification"]["kl_divergence"]
-        for name, given in (("other", saved), ("anew", text))
+        crosshead.convert(source, tmp_path / name, mixers[1], calibration=origin)["verification"]["kl_divergence"]
+        for name, origin in (("other", saved), ("anew", text))
     ]
     assert 0 < made[1] < made[0] < 1.5 * made[1]
-    save_file(held | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
+    save_file(stored | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
     with pytest.raises(ConversionError, match=r"0.statistics.output.2x2.*\(3, 3\)"):
-        crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
+        crosshead.convert(source, tmp_path / "third", mixers[0], calibration=saved)
 
 
 def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypatch):
-    source, asked = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
+    source, mixers = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
     (tmp_path / "full").mkdir()
 
     def full(path, target):
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypat
     monkeypatch.setattr(shutil, "copyfile", full)
     saved = tmp_path / "full" / "saved.safetensors"
     with pytest.raises(ConversionError, match=rf"--save-calibration {saved}.*No space left"):
-        crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved, verify=False)
+        crosshead.convert(source, tmp_path / "made", mixers, calibration=text, save_calibration=saved, verify=False)
     assert list((tmp_path / "full").iterdir()) == []
     assert [path.name for path in (tmp_path / ".made.crosshead-partial").glob("*.safetensors")]
     assert not (tmp_path / "made").exists()
@@ -184,18 +184,18 @@ def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypat
 
 @pytest.mark.parametrize("present", ["source/model.safetensors", "saved.safetensors"])
 def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
-    source, asked = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
+    source, mixers = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
     options = {"calibration": text, "verify": False}
     other = write_stock(tmp_path / "other", **HEADS)
-    crosshead.convert(other, tmp_path / "third", asked, save_calibration=tmp_path / "saved.safetensors", **options)
+    crosshead.convert(other, tmp_path / "third", mixers, save_calibration=tmp_path / "saved.safetensors", **options)
     saved = tmp_path / present
     before = saved.read_bytes()
     with pytest.raises(ConversionError, match=f"--save-calibration {saved}"):
-        crosshead.convert(source, tmp_path / "made", asked, save_calibration=saved, **options)
+        crosshead.convert(source, tmp_path / "made", mixers, save_calibration=saved, **options)
     assert saved.read_bytes() == before
     saved = tmp_path / "new.safetensors"
-    for out in ("made", "again"):  # where a run is repeated, it is there already
-        crosshead.convert(source, tmp_path / out, asked, save_calibration=saved, **options)
+    for out in ("made", "again"):  # the second run finds the same calibration there
+        crosshead.convert(source, tmp_path / out, mixers, save_calibration=saved, **options)
 
 
 def test_layers_chosen_within_a_budget(source, text, tmp_path):
@@ -215,15 +215,15 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_path):
-    source, asked = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
+    source, mixers = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
-    made = crosshead.convert(source, tmp_path / "made", asked, calibration=text, **options)
+    made = crosshead.convert(source, tmp_path / "made", mixers, calibration=text, **options)
     assert made["chosen"]["text"] == "prose.txt"
     assert ("calibration" in made) == (method == "aligned")
-    default = crosshead.convert(source, tmp_path / "default", asked, **options)
+    default = crosshead.convert(source, tmp_path / "default", mixers, **options)
     assert default["chosen"]["text"] == DEFAULT_NAME
-    read = default_text()[: int(len(default_text()) * HELD_OUT)] + default_documentation()
-    digest = sha256(read.encode()).hexdigest()
+    content = default_text()[: int(len(default_text()) * HELD_OUT)] + default_documentation()
+    digest = sha256(content.encode()).hexdigest()
     assert default["chosen"]["sha256"] == digest
     assert method == "svd" or default["calibration"]["sha256"] == digest
     assert made["chosen"]["sha256"] == sha256(text.read_bytes()).hexdigest()
@@ -231,18 +231,18 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
     assert any(DEFAULT_NAME in line for line in calibration_lines(default))
     saved = tmp_path / "saved.safetensors"
-    kept = {"explicit": {"key_heads": 1}}
-    crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)
+    explicit = {"explicit": {"key_heads": 1}}
+    crosshead.convert(source, tmp_path / "kept", explicit, calibration=text, save_calibration=saved, verify=False)
     if method == "svd":
         with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
-            crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
+            crosshead.convert(source, tmp_path / "third", mixers, calibration=saved, **options)
     else:
-        third = crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
+        third = crosshead.convert(source, tmp_path / "third", mixers, calibration=saved, **options)
         assert third["chosen"]["text"] == DEFAULT_NAME
 
 
 def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
-    """Shards that are finished hold the heads that were chosen."""
+    """The finished shards contain the chosen heads."""
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     options = {"layers": "auto", "budget": 0.6, "calibration": text, "verify": False}
     crosshead.convert(source, tmp_path / "whole", {"explicit": {}}, **options)
@@ -280,8 +280,8 @@ def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
     wide = write_model(model, tmp_path / "wide")
     made = {}
     for source in (stored, wide):
-        asked = {"explicit": {"key_heads": 2, "value_heads": 3}}
-        crosshead.convert(source, tmp_path / "made", asked, calibration=text, verify=False, overwrite=True)
+        mixers = {"explicit": {"key_heads": 2, "value_heads": 3}}
+        crosshead.convert(source, tmp_path / "made", mixers, calibration=text, verify=False, overwrite=True)
         files = (tmp_path / "made").glob("*.safetensors")
         made[source] = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert made[stored].keys() == made[wide].keys()
@@ -291,9 +291,9 @@ def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
 
 @pytest.mark.oldest
 def test_most_used_heads_shared(source, text, tmp_path):
-    asked = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
-    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
-    assert report["tolerance"]["divergence"] == 1e-5  # every head counts, in whatever order
+    mixers = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
+    report = crosshead.convert(source, tmp_path / "made", mixers, calibration=text)
+    assert report["tolerance"]["divergence"] == 1e-5  # all heads are active, so that their order does not matter
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "made"))
     moved = [name for name in before if not before[name].equal(after[name])]
     assert moved

@@ -1,4 +1,4 @@
-"""What a conversion reads where no text is given: the default text, and sequences sampled from the model."""
+"""Calibration text: the default text, sequences sampled from the model, and a given text."""
 
 import pytest
 import torch
@@ -46,15 +46,15 @@ def silent(*_):
 def test_a_model_writes_what_it_predicts(opened):
     _, model = opened
     steps = []
-    found = sampled_text(model, (3, 9), [5, 7], KNOWN, lambda *done: steps.append(done))
+    sampled = sampled_text(model, (3, 9), [5, 7], KNOWN, lambda *done: steps.append(done))
     generator = torch.Generator().manual_seed(SEED)
-    wanted = torch.cat([torch.tensor([[5, 7]] * 3), torch.randint(KNOWN, (3, 1), generator=generator)], dim=1)
+    expected = torch.cat([torch.tensor([[5, 7]] * 3), torch.randint(KNOWN, (3, 1), generator=generator)], dim=1)
     for _ in range(6):  # without a cache
         with model.head() as head:
-            chances = head(model.run(wanted))[:, -1, :KNOWN].softmax(-1)
-        luck = torch.rand(3, 1, generator=generator)
-        wanted = torch.cat([wanted, (chances.cumsum(-1) <= luck).sum(-1, keepdim=True)], dim=1)
-    assert torch.equal(found, wanted)
+            probabilities = head(model.run(expected))[:, -1, :KNOWN].softmax(-1)
+        draws = torch.rand(3, 1, generator=generator)
+        expected = torch.cat([expected, (probabilities.cumsum(-1) <= draws).sum(-1, keepdim=True)], dim=1)
+    assert torch.equal(sampled, expected)
     assert steps[-1] == (9, 9)
 
 
@@ -62,40 +62,40 @@ def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
-    found = text.to_calibrate_on(source, model, silent)
+    tokens = text.to_calibrate_on(source, model, silent)
     assert text.described()["text"] == f"{DEFAULT_NAME}, and sequences sampled from the model"
-    assert found.shape == (DEFAULT_WINDOWS, 1024)
-    assert torch.equal(found[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
+    assert tokens.shape == (DEFAULT_WINDOWS, 1024)
+    assert torch.equal(tokens[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
     writer = StreamedModel(source.store, model.config, fast_dtype())
-    written = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
-    assert torch.equal(found[-2:].flatten(), written.flatten())
-    assert torch.equal(found, text.to_calibrate_on(source, model, silent))
+    generated = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
+    assert torch.equal(tokens[-2:].flatten(), generated.flatten())
+    assert torch.equal(tokens, text.to_calibrate_on(source, model, silent))
 
 
 @pytest.mark.parametrize(("backbone", "decodes"), [("Llama", True), ("Bert", False), ("T5", False)])
 @pytest.mark.parametrize(("part", "count", "last"), [(0.5, 8, 4), (0.5, 5, 2), (0.25, 16, 4), (0.25, 1, 0)])
 def test_some_default_windows_of_a_decoder_are_documentation(backbone, decodes, part, count, last, tmp_path):
     source = open_source(write_stock(tmp_path / "source", backbone), scratch=tmp_path)
-    found = Text.of(None, source).windows(source, 64, count, 61, documentation=part)
+    tokens = Text.of(None, source).windows(source, 64, count, 61, documentation=part)
     last *= decodes
     tokenizer, prose = load_tokenizer(source), default_text()
     assert torch.equal(
-        found[: count - last], windows(tokenizer, prose[: int(len(prose) * HELD_OUT)], 64, count - last, 61)
+        tokens[: count - last], windows(tokenizer, prose[: int(len(prose) * HELD_OUT)], 64, count - last, 61)
     )
     if last:
-        assert torch.equal(found[count - last :], windows(tokenizer, default_documentation(), 64, last, 61))
+        assert torch.equal(tokens[count - last :], windows(tokenizer, default_documentation(), 64, last, 61))
 
 
 def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
-    found = []
+    results = []
     for fits in (True, False):
         monkeypatch.setattr(calibrating, "fits_in_memory", lambda size, fits=fits: fits)
         text = Text.of(None, source)
-        found.append((text.described(), text.to_calibrate_on(source, model, silent)))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
+        results.append((text.described(), text.to_calibrate_on(source, model, silent)))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_a_large_model_writes_nothing(opened, monkeypatch):
@@ -111,16 +111,16 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     text = Text.of(path, source)
-    found = text.to_calibrate_on(source, model, silent)
-    assert torch.equal(found, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
+    tokens = text.to_calibrate_on(source, model, silent)
+    assert torch.equal(tokens, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
 
 
 def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (4, 128))
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
-    found = Text.of(None, source).to_calibrate_on(source, model, silent)
-    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96, 96)
+    default_tokens = Text.of(None, source).to_calibrate_on(source, model, silent)
+    assert default_tokens.shape == (DEFAULT_WINDOWS * 1024 // 96, 96)
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     assert Text.of(path, source).to_calibrate_on(source, model, silent).shape[1] == 96
@@ -128,7 +128,7 @@ def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
 
 
 def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
-    """Calibration, the choice of layers and verification."""
+    """Windows for calibration, the choice of layers and verification start with the tokenizer's first token."""
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     tokenizer = character_tokenizer()
     first = tokenizer.convert_tokens_to_ids("z")
@@ -142,7 +142,7 @@ def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("the quick brown fox " * 999)
     texts = [
-        *(Text.of(given, source).to_calibrate_on(source, model, silent) for given in (None, path)),
+        *(Text.of(origin, source).to_calibrate_on(source, model, silent) for origin in (None, path)),
         Text.of(path, source).windows(source, TRIAL_LENGTH, TRIALS, 61),
         read_sample(source, None).tokens,
     ]

@@ -1,4 +1,4 @@
-"""Calibration on JSON lines, conversations and datasets: the same weights as on a text file with the same content."""
+"""Calibration on JSON lines, conversations and datasets gives the weights of a text file of the same content."""
 
 import json
 import sys
@@ -44,8 +44,8 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def given(request, tmp_path, monkeypatch):
-    """What is given as the calibration, and its content as one text."""
+def documents_and_text(request, tmp_path, monkeypatch):
+    """The `calibration` argument of a conversion, and its content as one text."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     texts, chats = [{"text": text} for text in TEXTS], [{"messages": chat, "text": "not this"} for chat in CHATS]
     lines = write_lines(tmp_path / "copy" / "train.jsonl", chats if "chat" in request.param else texts)
@@ -53,9 +53,9 @@ def given(request, tmp_path, monkeypatch):
     return f"datasets:{tmp_path / 'copy'}" if "dataset" in request.param else lines, content
 
 
-@pytest.mark.parametrize("given", ["lines", "chat", "dataset", "dataset of chats"], indirect=True)
-def test_the_weights_of_a_text_file_with_the_same_content(given, source, tmp_path):
-    calibration, content = given
+@pytest.mark.parametrize("documents_and_text", ["lines", "chat", "dataset", "dataset of chats"], indirect=True)
+def test_the_weights_of_a_text_file_with_the_same_content(documents_and_text, source, tmp_path):
+    calibration, content = documents_and_text
     (tmp_path / "text.txt").write_text(content)
     options = {"verify": False}
     crosshead.convert(source, tmp_path / "expected", MIXERS, calibration=tmp_path / "text.txt", **options)
@@ -67,10 +67,10 @@ def test_the_weights_of_a_text_file_with_the_same_content(given, source, tmp_pat
 
 @pytest.mark.parametrize("name", ["datasets:OWNER/SET", "datasets:OWNER/SET:en", "datasets:OWNER/SET:en:test"])
 def test_what_is_asked_of_the_hub(name, source, tmp_path, monkeypatch):
-    asked = []
+    calls = []
 
     def load_dataset(*names, **options):
-        asked.append((names, options))
+        calls.append((names, options))
         return datasets.Dataset.from_dict({"text": TEXTS, "number": range(len(TEXTS))})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -78,8 +78,8 @@ def test_what_is_asked_of_the_hub(name, source, tmp_path, monkeypatch):
     opened = open_source(source, scratch=tmp_path)
     text = Text.of(tmp_path.__class__(name), opened)
     subset, split = {1: (None, "train"), 2: ("en", "train"), 3: ("en", "test")}[name.count(":")]
-    assert asked == [(("OWNER/SET", subset), {"split": split, "streaming": True})]
-    assert text.documents == "\n\n".join(TEXTS[:3])  # the first rows, until there is enough
+    assert calls == [(("OWNER/SET", subset), {"split": split, "streaming": True})]
+    assert text.documents == "\n\n".join(TEXTS[:3])  # the first rows, up to CHARACTERS
     assert text.described()["text"] == name
 
 

@@ -1,4 +1,4 @@
-"""Conversions of BERT and ALBERT: any head, by layer, back again, and from checkpoints as they are on the Hub."""
+"""Conversions of BERT and ALBERT: every task head, round trips, streaming, limits and old Hub checkpoints."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def test_fewer_component_heads(backbone, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch):
-    """Inputs are recorded in bfloat16 on processors that have it, in float32 on others."""
+    """Inputs are recorded in bfloat16 on processors that support it, in float32 on others."""
     monkeypatch.setattr(fitted_router, "fast_dtype", lambda: dtype)
     source = write_encoder(tmp_path / "source")
     options = {"calibration": tmp_path / "words.txt"}
@@ -89,7 +89,7 @@ def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch)
 
 
 PAPER = {"active_heads": 3, "method": "paper", "router": "query_norm", "gate": "binary"}
-ASKED = {
+REQUESTS = {
     LIMITS[0].conversion: ("Bert", {"explicit": {}}, {"cache": "50%"}),
     LIMITS[1].conversion: ("Bert", {"explicit": {"key_heads": 2, "norm": False}}, {}),
     LIMITS[2].conversion: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
@@ -102,7 +102,7 @@ ASKED = {
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.conversion)
 def test_limits(limit, tmp_path):
-    backbone, mixers, options = ASKED[limit.conversion]
+    backbone, mixers, options = REQUESTS[limit.conversion]
     write = write_image_model if backbone == "ViT" else write_encoder
     source = write(tmp_path / "source", backbone)
     with pytest.raises(ConversionError) as caught:
@@ -121,7 +121,7 @@ def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
 
 
 def test_a_checkpoint_as_the_first_ones_on_the_hub(tmp_path):
-    """Older names of norms, heads of pretraining, tied weights and position ids."""
+    """Old checkpoints have other norm names, pretraining heads, copies of tied weights, and position ids."""
     source = write_encoder(tmp_path / "source", task="ForPreTraining")
     expected = hidden(source)
     config = json.loads((source / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Models whose experts are chosen with a bias: counted whole, run layer by layer, and folded where all are zero."""
+"""Experts selected with a bias: tensor counts, streaming and verification; a fold needs all biases to be zero."""
 
 import json
 
@@ -60,10 +60,10 @@ def test_accounted_for_and_run_layer_by_layer(tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         streamed = StreamedModel(source.store, config, dtype, attn_implementation="eager")
         with torch.no_grad(), streamed.head() as head:
-            found = head(streamed.run(toys.tokens(1)))
+            streamed_logits = head(streamed.run(toys.tokens(1)))
             options = {"dtype": dtype, "attn_implementation": "eager"}
             whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
-            assert torch.equal(found, whole(toys.tokens(1)).logits)
+            assert torch.equal(streamed_logits, whole(toys.tokens(1)).logits)
 
 
 def test_verified_beside_its_source(tmp_path):

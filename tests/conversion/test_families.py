@@ -1,4 +1,4 @@
-"""The tables of tensors are what the library really saves, stock and ours."""
+"""The tensor tables equal the tensors that save_pretrained writes, for stock and Crosshead models."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tiers import grid
 PLAIN = pytest.param({}, marks=pytest.mark.oldest)
 VARIANTS = [PLAIN, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
 DRAWS = 20
-"""The smallest tensors have eight numbers, too few to compare one draw with another."""
+"""Number of random initialisations to pool: tensors of eight numbers are too small to compare single draws."""
 
 
 def saved_shapes(model, folder):
@@ -52,7 +52,7 @@ def test_starting_values_are_the_models_own(case):
     assert again.keys() == {name.removeprefix(prefix) for name in stored}
     for name, tensor in again.items():
         assert torch.equal(tensor, made[0][name])
-        if torch.equal(tensor, made[1][name]):  # not drawn, so it must be what the model starts with
+        if torch.equal(tensor, made[1][name]):  # not random, so it must equal the model's initial value
             assert torch.equal(tensor, states[0][prefix + name])
         else:
             drawn = torch.stack([values[name] for values in made]).std()
@@ -72,7 +72,7 @@ def test_neutral_is_what_the_contract_suite_proves(name):
     for options in toys.NEUTRAL[name]:
         assert starts_neutral(toys.mixed_config("Llama", options), allow_inexact=False)
     case = {name: toys.MECHANISM_CASES[name][name]}
-    if name not in ("knocking", "gating"):  # their telling cases are neutral too
+    if name not in ("knocking", "gating"):  # their cases are neutral, too
         assert not starts_neutral(toys.mixed_config("Llama", case), allow_inexact=True)
 
 

@@ -1,4 +1,4 @@
-"""The output projection that is fitted to compressed heads: least squares by the book, and better than none."""
+"""The output projection fitted to compressed heads is the least-squares solution and reduces the error."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from crosshead.conversion.compress.layer_rewrites import substituted
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """Where the arithmetic is fast, it rounds."""
+    """Fit in float32, since the fast dtype rounds."""
     for module in (fast_arithmetic, fitted_output):
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
 
 
 def recorded(backbone, drift):
-    """A layer, its attention's calls on three windows, and the wanted outputs; the converted model's states differ."""
+    """Return an attention, its calls on three windows, and target outputs; converted states have noise of `drift`."""
     model = toys.stock_model(backbone).eval()
     layer, windows = model.model.layers[1], toys.tokens(batch=3, length=30)
     states = model(windows, use_cache=False, output_hidden_states=True).hidden_states[1]
@@ -29,15 +29,15 @@ def recorded(backbone, drift):
         model(window, use_cache=False)
     handle.remove()
     inputs = [layer.input_layernorm(window) for window in states.split(1)]
-    wanted = heads_and_outputs(layer.self_attn, inputs, calls.arguments)[1] + (states - converted).flatten(0, 1)
-    return layer.self_attn, calls, wanted
+    target = heads_and_outputs(layer.self_attn, inputs, calls.arguments)[1] + (states - converted).flatten(0, 1)
+    return layer.self_attn, calls, target
 
 
 def heads_and_outputs(attention, inputs, arguments):
-    """What the output projection reads and gives, of all tokens."""
+    """Return the inputs of the output projection and the attention's outputs, both (tokens, features)."""
     heads = []
-    handle = attention.o_proj.register_forward_pre_hook(lambda module, given: heads.append(given[0]))
-    outputs = [attention(hidden_states=given, **arguments)[0] for given in inputs]
+    handle = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+    outputs = [attention(hidden_states=hidden, **arguments)[0] for hidden in inputs]
     handle.remove()
     return [torch.cat(parts).flatten(0, 1).double() for parts in (heads, outputs)]
 
@@ -46,7 +46,7 @@ def heads_and_outputs(attention, inputs, arguments):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 @torch.no_grad()
 def test_it_is_the_least_squares_solution(backbone, drift):
-    attention, calls, wanted = recorded(backbone, drift)
+    attention, calls, target = recorded(backbone, drift)
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
     compressed = {
         name: before[name] + 0.1 * torch.randn_like(before[name]) for name in ("k_proj.weight", "v_proj.weight")
@@ -55,14 +55,14 @@ def test_it_is_the_least_squares_solution(backbone, drift):
     assert all(torch.equal(before[name], tensor) for name, tensor in attention.state_dict().items())
     assert not attention.o_proj._forward_pre_hooks
     with substituted(attention, compressed):
-        heads, found = heads_and_outputs(attention, calls.inputs, calls.arguments)
+        heads, outputs = heads_and_outputs(attention, calls.inputs, calls.arguments)
     ridge = (RIDGE * heads.square().sum(0).mean()).sqrt()
     rows = torch.cat([heads, ridge * torch.eye(heads.shape[1]).double()])
-    missing = torch.cat([wanted - found, torch.zeros(heads.shape[1], wanted.shape[1]).double()])
-    expected = torch.linalg.lstsq(rows, missing).solution.T
+    residual = torch.cat([target - outputs, torch.zeros(heads.shape[1], target.shape[1]).double()])
+    expected = torch.linalg.lstsq(rows, residual).solution.T
     torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-5)
-    left = wanted - found - heads @ change.T
-    assert left.square().sum() < 0.95 * (wanted - found).square().sum()
+    left = target - outputs - heads @ change.T
+    assert left.square().sum() < 0.95 * (target - outputs).square().sum()
 
 
 @torch.no_grad()
@@ -76,6 +76,6 @@ def test_no_more_is_kept_than_is_read():
     calls = AttentionCalls(torch.nn.Identity(), windows, windows)
     for window in windows.split(1):
         calls(None, (), {"hidden_states": window}, (2 * window,))
-    assert [int(given[0, 0]) for given in calls.inputs] == list(range(0, len(windows), 3))
-    assert [int(wanted[0, 0]) for wanted in calls.outputs] == list(range(0, 2 * len(windows), 6))
-    assert sum(wanted.shape[1] for wanted in calls.outputs) <= MAX_TOKENS
+    assert [int(hidden[0, 0]) for hidden in calls.inputs] == list(range(0, len(windows), 3))
+    assert [int(output[0, 0]) for output in calls.outputs] == list(range(0, 2 * len(windows), 6))
+    assert sum(output.shape[1] for output in calls.outputs) <= MAX_TOKENS

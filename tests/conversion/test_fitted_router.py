@@ -34,7 +34,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(text):
-    """For component heads, whose statistics take longer."""
+    """A shorter text for component heads, whose statistics take longer."""
     path = text.with_name("short.txt")
     path.write_text(text.read_text()[:4000])
     return path
@@ -46,7 +46,7 @@ def source(tmp_path_factory):
 
 
 def recorded(backbone, shared=0, active=3):
-    """An attention layer, its routing, and its inputs and heads' outputs on three texts."""
+    """Return an attention layer, its routing, and its recorded inputs and head outputs on three texts."""
     model = toys.stock_model(backbone).eval()
     attention, outputs = model.model.layers[1].self_attn, HeadOutputs(torch.empty(3, 1, 1))
     with outputs.recording(attention):
@@ -74,15 +74,15 @@ def test_router_and_projection_are_least_squares_solutions(backbone, shared, act
     logarithms = torch.stack([part.norm(dim=1).log() for part in parts], dim=1)[:, shared:]
     scores, change = fit_router(outputs, attention.o_proj.weight, routing, size).values()
     torch.testing.assert_close(scores.double(), least_squares(x, logarithms, ROUTER_RIDGE), rtol=1e-3, atol=1e-4)
-    kept = torch.zeros_like(heads)
+    active_outputs = torch.zeros_like(heads)
     for token, row in enumerate(x.float() @ scores.T):
         chosen = [*range(shared), *(shared + i for i in row.topk(active - shared).indices.tolist())]
         for head in chosen:
-            kept[token, head * size : (head + 1) * size] = heads[token, head * size : (head + 1) * size]
-    expected = least_squares(kept, (heads - kept) @ weight.T, fitted_router.RIDGE)
+            active_outputs[token, head * size : (head + 1) * size] = heads[token, head * size : (head + 1) * size]
+    expected = least_squares(active_outputs, (heads - active_outputs) @ weight.T, fitted_router.RIDGE)
     torch.testing.assert_close(change.double(), expected, rtol=1e-3, atol=1e-4)
-    missing = (heads - kept) @ weight.T
-    assert (missing - kept @ change.double().T).square().sum() < missing.square().sum()
+    missing = (heads - active_outputs) @ weight.T
+    assert (missing - active_outputs @ change.double().T).square().sum() < missing.square().sum()
 
 
 @torch.no_grad()
@@ -99,18 +99,18 @@ def test_hooks_are_removed():
 @pytest.mark.parametrize("steps", [None, 0, 40], ids=["alone", "closed forms", "steps"])
 @torch.no_grad()
 def test_the_converted_model_computes_what_calibration_computed(steps, source, short, tmp_path, monkeypatch):
-    """Layers without a mixture, with hooks, and the model of the folder agree in the logits."""
+    """A model without a mixture, routed by hooks, and the converted model give the same logits."""
     explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 1}}
-    if explicit:  # in a Qwen3, whose output projection absorbs a map
+    if explicit:  # Qwen3: its output projection absorbs a map
         source = write_stock(tmp_path / "source", "Qwen3", **HEADS)
     monkeypatch.setattr(fitted_steps, "STEPS", steps or 0)
     saved = tmp_path / "saved.safetensors"
-    asked = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
-    report = crosshead.convert(source, tmp_path / "out", asked, calibration=short, save_calibration=saved)
+    mixers = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
+    report = crosshead.convert(source, tmp_path / "out", mixers, calibration=short, save_calibration=saved)
     assert report["counts"]["created"] == 1 + 4 * bool(explicit)
-    held = load_file(saved)
+    stored = load_file(saved)
     routing = Routing(0, 5)
-    fitted = {name: held[f"1.router.{name}"] for name in routing.names()}
+    fitted = {name: stored[f"1.router.{name}"] for name in routing.names()}
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["mixers"]["mixture"]["router"] == "two_stage" and config["mixers"]["mixture"]["shared_heads"] == 0
@@ -127,16 +127,16 @@ def test_the_converted_model_computes_what_calibration_computed(steps, source, s
 def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
     losses = {}
     for method in ("calibrated", "paper"):
-        asked = {"mixture": {"active_heads": 5, "method": method}}
-        read = {"calibration": text} if method == "calibrated" else {}
-        losses[method] = crosshead.convert(source, tmp_path / method, asked, **read)["verification"]["kl_divergence"]
+        mixers = {"mixture": {"active_heads": 5, "method": method}}
+        extra = {"calibration": text} if method == "calibrated" else {}
+        losses[method] = crosshead.convert(source, tmp_path / method, mixers, **extra)["verification"]["kl_divergence"]
     assert losses["calibrated"] < 0.7 * losses["paper"]
 
 
 def test_a_saved_calibration_gives_the_same_bytes_for_the_same_counts_only(source, text, tmp_path):
-    asked, saved = {"mixture": {"active_heads": 5}}, tmp_path / "saved.safetensors"
-    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
-    crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
+    mixers, saved = {"mixture": {"active_heads": 5}}, tmp_path / "saved.safetensors"
+    crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
+    crosshead.convert(source, tmp_path / "second", mixers, calibration=saved, verify=False)
     assert len({(tmp_path / name / WEIGHTS).read_bytes() for name in ("first", "second")}) == 1
     with pytest.raises(ConversionError, match=r"router\.0\.6\.scores"):
         crosshead.convert(source, tmp_path / "third", {"mixture": {"active_heads": 6}}, calibration=saved)

@@ -1,4 +1,4 @@
-"""Steps after the closed forms: the attention's error falls, only named tensors move, and never for the worse."""
+"""Gradient steps after the closed-form fit change only the named tensors and never raise the attention's error."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ BACKBONES = ["Llama", "Qwen2", "Qwen3"]
 
 
 def recorded(backbone, drift=0.05):
-    """A layer's attention, its statistics, its calls on three windows, and the source's states after the attention."""
+    """Return an attention, its statistics and calls on three windows, converted inputs, and states after attention."""
     model = toys.stock_model(backbone, **SIZES).eval()
     layout = toys.mixed_config(backbone, {}, **SIZES).layouts()[1]
     layer, windows = model.model.layers[1], toys.tokens(batch=3, length=30)
@@ -46,15 +46,15 @@ def recorded(backbone, drift=0.05):
 
 
 def error(attention, tensors, calls, converted, after):
-    """Of the states after the attention, relative to the source's, as a mean of all tokens."""
-    found = []
-    for index, wanted in enumerate(after):
+    """Return the mean squared error of the states after attention, relative to the squared norm of the source's."""
+    errors = []
+    for index, target in enumerate(after):
         arguments = {"hidden_states": calls.inputs[index].float(), **calls.arguments}
         with torch.no_grad():
             output = functional_call(attention, tensors, (), arguments)[0]
-        lost = (converted[index] + output - wanted).square().sum(-1) / wanted.square().sum(-1)
-        found.append(float(lost.mean()))
-    return sum(found) / len(found)
+        relative = (converted[index] + output - target).square().sum(-1) / target.square().sum(-1)
+        errors.append(float(relative.mean()))
+    return sum(errors) / len(errors)
 
 
 @pytest.mark.parametrize("counts", [Counts(2, 2), Counts(4, 2), Counts(2, 4, 2, True)], ids=["both", "values", "keys"])
@@ -67,14 +67,14 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
     assert {name: tuple(statistics.sums[name].shape) for name in statistics.sums if name.startswith("fitted")} == {
         name: shape for name, shape in heads.shapes_of_solved(backbone == "Qwen2").items() if name.startswith("fitted")
     }
-    held = HeadStatistics(layout, statistics.as_tensors())
-    new = heads.rewrite(source, held)
+    stored = HeadStatistics(layout, statistics.as_tensors())
+    new = heads.rewrite(source, stored)
     torch.testing.assert_close(as_stock(new, counts.groups), stock)
     start = {name: tensor for name, tensor in statistics.sums.items() if not name.startswith("fitted")}
     before = heads.rewrite(source, HeadStatistics(layout, start))
     closed = heads.approximate(source, HeadStatistics(layout, start))
-    kept = {f"{side[0]}_proj.weight" for side, count in counts.sides.items() if count == layout.key_value_heads}
-    assert all(torch.equal(new[name], before[name]) for name in kept)
+    unchanged = {f"{side[0]}_proj.weight" for side, count in counts.sides.items() if count == layout.key_value_heads}
+    assert all(torch.equal(new[name], before[name]) for name in unchanged)
     measured = (calls, converted, after)
     start_error = error(attention, as_stock(before, counts.groups), *measured)
     assert error(attention, closed, *measured) == pytest.approx(start_error, rel=1e-3)
@@ -83,16 +83,16 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypatch):
-    """Also where no step helps, and the same heads could be had in the source's own frame."""
+    """Also without steps, where `as_written=False` returns the same head outputs in the source's own basis."""
     monkeypatch.setattr(fitted_steps, "STEPS", 0)
-    counts, found = Counts(2, 2), {}
+    counts, tensors_of = Counts(2, 2), {}
     for as_written in (False, True):
         attention, statistics, calls, converted, after = recorded(backbone)
-        found[as_written] = solve_layer(attention, statistics, calls, counts, as_written)
+        tensors_of[as_written] = solve_layer(attention, statistics, calls, counts, as_written)
     new = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)
-    assert torch.equal(found[True]["o_proj.weight"], new["o_proj.weight"])
-    assert not torch.allclose(found[False]["o_proj.weight"], new["o_proj.weight"], rtol=0.01)
-    errors = [error(attention, tensors, calls, converted, after) for tensors in found.values()]
+    assert torch.equal(tensors_of[True]["o_proj.weight"], new["o_proj.weight"])
+    assert not torch.allclose(tensors_of[False]["o_proj.weight"], new["o_proj.weight"], rtol=0.01)
+    errors = [error(attention, tensors, calls, converted, after) for tensors in tensors_of.values()]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
@@ -114,8 +114,8 @@ def test_steps_that_make_it_worse_are_undone(rate, monkeypatch):
     attention, statistics, calls, *_ = recorded("Llama")
     tensors = ComponentHeads(statistics.layout, Counts(2, 2)).rewrite(attention.state_dict(), statistics)
     parts = ComponentHeads(statistics.layout, Counts(2, 2)).fitted_parts()
-    found = fit_by_steps(attention, calls, tensors, parts, 1)
-    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in found.items())
+    fitted = fit_by_steps(attention, calls, tensors, parts, 1)
+    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in fitted.items())
 
 
 def test_an_error_of_the_size_of_rounding_is_left(monkeypatch):
@@ -123,5 +123,5 @@ def test_an_error_of_the_size_of_rounding_is_left(monkeypatch):
     monkeypatch.setattr(fitted_steps, "MIN_ERROR", 10.0)
     counts = Counts(2, 2)
     tensors = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)
-    found = fit_by_steps(attention, calls, tensors, ComponentHeads(statistics.layout, counts).fitted_parts(), 1)
-    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in found.items())
+    fitted = fit_by_steps(attention, calls, tensors, ComponentHeads(statistics.layout, counts).fitted_parts(), 1)
+    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in fitted.items())

@@ -1,4 +1,4 @@
-"""Each rule, on lopsided weights: the stock layer computes what the mixed one did."""
+"""Fold rules on random weights: the folded stock layer computes the same as the layer with mechanisms."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ STUCK = [
 
 
 class StateStore:
-    """A state dict as a store."""
+    """A tensor store over a state dict."""
 
     def __init__(self, state):
         self.state = state

@@ -1,4 +1,4 @@
-"""Random damage to everything a checkpoint says of itself: a conversion, or one line and nothing left."""
+"""Random damage to configs, indexes and headers: a conversion succeeds, or fails in one line without any files."""
 
 import json
 import logging
@@ -94,18 +94,18 @@ NAMES += ["dtype", "torch_dtype", "id2label", "num_experts", "num_local_experts"
 NAMES += ["_attn_implementation", "attn_implementation", "use_sliding_window", "tie_word_embeddings", "problem_type"]
 
 
-def places(content, path=()):
-    """Every key and index in a JSON document."""
+def paths(content, path=()):
+    """Yield the path of every key and index in a JSON document."""
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in pairs:
         yield (*path, key)
-        yield from places(value, (*path, key))
+        yield from paths(value, (*path, key))
 
 
 def change_value(content, chance):
-    """One or two values changed, added or taken out."""
+    """Change, add or remove one or two values of a JSON document in place, and return it."""
     for _ in range(chance.choice((1, 1, 2))):
-        path = chance.choice([(), *places(content)])
+        path = chance.choice([(), *paths(content)])
         holder = content
         for key in path[:-1]:
             holder = holder[key]
@@ -121,28 +121,28 @@ def change_value(content, chance):
 
 
 def change_bytes(raw, chance):
-    """A few bytes overwritten, taken out or put in."""
+    """Return `raw` with a few bytes overwritten, removed or inserted."""
     raw = bytearray(raw)
     for _ in range(chance.randint(1, 4)):
-        place = chance.randrange(len(raw) + 1)
+        position = chance.randrange(len(raw) + 1)
         new = bytes(chance.choice(b'{}[]",:0-9e.\\\x00\xff\x80 n') for _ in range(chance.randint(0, 3)))
-        raw[place : place + chance.randint(0, 3)] = new
+        raw[position : position + chance.randint(0, 3)] = new
     return bytes(raw[: chance.randrange(len(raw) + 1)] if chance.random() < 0.1 else raw)
 
 
 def changed(raw, chance):
-    """A JSON document, changed."""
+    """Return a JSON document with changed values or bytes."""
     if chance.random() < 0.3:
         return change_bytes(raw, chance)
     return json.dumps(change_value(json.loads(raw), chance)).encode()
 
 
 def changed_header(raw, chance):
-    """A safetensors file with another header: of the length it says, most often."""
+    """Return a safetensors file with a changed header, mostly with a matching length field."""
     (length,) = struct.unpack("<Q", raw[:8])
     header = changed(raw[8 : 8 + length], chance)
-    says = len(header) if chance.random() < 0.9 else chance.choice((0, 1, length, 2**31, 2**63, 2**64 - 1))
-    return struct.pack("<Q", says) + header + raw[8 + length :]
+    stated = len(header) if chance.random() < 0.9 else chance.choice((0, 1, length, 2**31, 2**63, 2**64 - 1))
+    return struct.pack("<Q", stated) + header + raw[8 + length :]
 
 
 @pytest.fixture(scope="module")

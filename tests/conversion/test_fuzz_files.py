@@ -45,8 +45,8 @@ def split(file):
 
 
 def flip(chance, raw):
-    place = chance.randrange(len(raw))
-    return raw[:place] + bytes([raw[place] ^ 1 << chance.randrange(8)]) + raw[place + 1 :]
+    position = chance.randrange(len(raw))
+    return raw[:position] + bytes([raw[position] ^ 1 << chance.randrange(8)]) + raw[position + 1 :]
 
 
 def cut(chance, raw):
@@ -54,30 +54,30 @@ def cut(chance, raw):
 
 
 def insert(chance, raw):
-    place = chance.randrange(len(raw))
+    position = chance.randrange(len(raw))
     extra = chance.choice([chance.randbytes(chance.randint(1, 9)), *RAW])
-    return raw[:place] + extra + raw[place + chance.choice([0, 0, 1, len(extra)]) :]
+    return raw[:position] + extra + raw[position + chance.choice([0, 0, 1, len(extra)]) :]
 
 
 def repeat(chance, raw):
-    """A stretch twice over, which makes keys stand twice."""
+    """Return `raw` with a slice repeated, which can duplicate keys."""
     begin, end = sorted(chance.randrange(len(raw)) for _ in range(2))
     return raw[:end] + raw[begin:end] + raw[end:]
 
 
-def places(value):
-    """Every container in a JSON document with the keys into it."""
+def entries(value):
+    """Yield each container in a JSON document with each of its keys or indices."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     for key in keys:
         yield value, key
-        yield from places(value[key])
+        yield from entries(value[key])
 
 
 def change(chance, raw):
-    """Another value, another key, a neighbour's value or a missing one, somewhere in the document."""
+    """Replace, rename, increment or remove one or two entries of a JSON document."""
     content = json.loads(raw)
     for _ in range(chance.choice([1, 1, 2])):
-        holder, key = chance.choice(list(places(content)) or [({"": 0}, "")])
+        holder, key = chance.choice(list(entries(content)) or [({"": 0}, "")])
         odd = chance.choice(ODD)
         kind = chance.randrange(5)
         if kind == 0 and isinstance(holder, dict):
@@ -99,13 +99,13 @@ def damage(chance, raw):
         if raw:
             try:
                 raw = chance.choice(MUTATIONS)(chance, raw)
-            except (ValueError, KeyError, RecursionError):  # JSON no longer, or changed twice in one place
+            except (ValueError, KeyError, RecursionError):  # no longer JSON, or the same entry changed twice
                 raw = flip(chance, raw)
     return raw
 
 
 def damaged_file(chance, file):
-    """The header alone with its length made right, or anything anywhere."""
+    """Return a file with a damaged header of the stated length, or with damage anywhere in the first bytes."""
     header, data = split(file)
     if chance.random() < 0.7:
         return framed(damage(chance, header)) + data
@@ -113,10 +113,10 @@ def damaged_file(chance, file):
 
 
 def outcome(folder):
-    """What the store says of it: its error, or None where it gave tensors, which must be right."""
+    """Return the store's error message, or None if it loads; then the tensors must match the bytes of the file."""
     try:
         store = SafetensorsStore(folder)
-        found = {name: store.read(name) for name in store.entries}
+        tensors = {name: store.read(name) for name in store.entries}
         raw = {name: b"".join(map(bytes, store.chunks(name))) for name in store.entries}
         store.fingerprint()
     except ConversionError as error:
@@ -124,8 +124,8 @@ def outcome(folder):
         assert message.isprintable()
         assert len(message) < 500
         return message
-    # A damaged name or dtype can still describe the same bytes; their amount and order is what must hold.
-    assert all(tensor.flatten().view(torch.uint8).numpy().tobytes() == raw[name] for name, tensor in found.items())
+    # A damaged name or dtype can still describe the same bytes; only their number and order must be right.
+    assert all(tensor.flatten().view(torch.uint8).numpy().tobytes() == raw[name] for name, tensor in tensors.items())
     for file, names in store.shards.items():
         assert b"".join(raw[name] for name in names) == split((folder / file).read_bytes())[1]
     return None
@@ -133,9 +133,9 @@ def outcome(folder):
 
 def check_all(folder, damage_once):
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = [damage_once(folder) for _ in range(ROUNDS // 2)]
-    assert said.count(None) < len(said) / 2
-    assert len({message.split(":")[-1] for message in said if message}) > 10
+    messages = [damage_once(folder) for _ in range(ROUNDS // 2)]
+    assert messages.count(None) < len(messages) / 2
+    assert len({message.split(":")[-1] for message in messages if message}) > 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # kB
 
 
@@ -162,9 +162,9 @@ def test_damaged_indexes_and_shards(tmp_path):
         file = chance.choice([INDEX, INDEX, *SHARDS])
         content = damage(chance, whole[file]) if file == INDEX else damaged_file(chance, whole[file])
         (folder / file).write_bytes(content)
-        said = outcome(folder)
+        message = outcome(folder)
         (folder / file).write_bytes(whole[file])
-        return said
+        return message
 
     check_all(tmp_path, once)
 

@@ -28,7 +28,7 @@ def llama3_model(**changes: Any) -> Any:
 
 
 def write_with_factors(path, model, **facts):
-    """llama.cpp writes by what each frequency is divided."""
+    """Write a GGUF file with `rope_freqs.weight` as llama.cpp does: the divisor of each RoPE frequency."""
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
     plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
     tensors = gguf_toys.gguf_tensors(model, "llama")
@@ -44,8 +44,8 @@ def test_the_config_is_that_of_the_model(tmp_path, backbone):
         changes |= {"norm_topk_prob": True, "num_experts": 5, "num_experts_per_tok": 3}
     model = gguf_toys.model(backbone, hidden_size=96, **changes)
     store = GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, backbone))
-    found, expected = AutoConfig.for_model(**store.config).to_dict(), model.config.to_dict()
-    assert {key: value for key, value in found.items() if key not in NOT_IN_GGUF} == {
+    result, expected = AutoConfig.for_model(**store.config).to_dict(), model.config.to_dict()
+    assert {key: value for key, value in result.items() if key not in NOT_IN_GGUF} == {
         key: value for key, value in expected.items() if key not in NOT_IN_GGUF
     }
     assert store.config["architectures"] == [type(model).__name__]
@@ -100,9 +100,9 @@ def test_other_stretching_is_longrope(tmp_path, changes):
     parameters = config.rope_parameters
     assert (parameters["rope_type"], parameters["attention_factor"]) == ("longrope", 1)
     for length in (None, 2 * config.max_position_embeddings):
-        found, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+        frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
         expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(frequencies, expected)
         assert scale == 1
 
 
@@ -134,8 +134,8 @@ def test_two_kinds_of_stretching_are_refused(tmp_path):
 )
 def test_stretching_that_the_metadata_tells(tmp_path, facts, expected):
     model = gguf_toys.model("Qwen3")
-    said = {f"qwen3.rope.scaling.{key}": value for key, value in facts.items()}
-    store = GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, "Qwen3", **said))
+    metadata = {f"qwen3.rope.scaling.{key}": value for key, value in facts.items()}
+    store = GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, "Qwen3", **metadata))
     assert store.config["rope_parameters"] == expected | {"rope_theta": 10000.0}
     AutoConfig.for_model(**store.config)
 
@@ -165,9 +165,9 @@ def test_stretching_that_the_metadata_tells(tmp_path, facts, expected):
 )
 def test_metadata_that_cannot_be(tmp_path, facts, message):
     model = gguf_toys.model("Llama")
-    said = gguf_toys.metadata(model, "llama") | facts
-    architecture = said.pop("general.architecture", "llama")
-    path = gguf_toys.write(tmp_path / "toy.gguf", gguf_toys.gguf_tensors(model, "llama"), said, architecture)
+    metadata = gguf_toys.metadata(model, "llama") | facts
+    architecture = metadata.pop("general.architecture", "llama")
+    path = gguf_toys.write(tmp_path / "toy.gguf", gguf_toys.gguf_tensors(model, "llama"), metadata, architecture)
     with pytest.raises(ConversionError, match=message) as caught:
         GgufStore(path)
     assert "\n" not in str(caught.value)
@@ -175,9 +175,9 @@ def test_metadata_that_cannot_be(tmp_path, facts, message):
 
 def test_a_size_that_is_missing(tmp_path):
     model = gguf_toys.model("Qwen3Moe")
-    said = gguf_toys.metadata(model, "qwen3moe")
-    del said["qwen3moe.expert_feed_forward_length"]
+    metadata = gguf_toys.metadata(model, "qwen3moe")
+    del metadata["qwen3moe.expert_feed_forward_length"]
     tensors = gguf_toys.gguf_tensors(model, "qwen3moe")
-    path = gguf_toys.write(tmp_path / "toy.gguf", tensors, said, "qwen3moe")
+    path = gguf_toys.write(tmp_path / "toy.gguf", tensors, metadata, "qwen3moe")
     with pytest.raises(ConversionError, match="expert_feed_forward_length=None"):
         GgufStore(path)

@@ -1,4 +1,4 @@
-"""A GGUF file converted, verified, run and folded: the model that was written into it comes out."""
+"""Converting, verifying and folding a GGUF file gives back the model that was written into the file."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc
 )
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_there_and_back(backbone, tmp_path):
-    changes = {"norm_topk_prob": True} if backbone == "Qwen3Moe" else {}  # as every engine that reads GGUF has it
+    changes = {"norm_topk_prob": True} if backbone == "Qwen3Moe" else {}  # as in every engine that reads GGUF
     model = gguf_toys.model(backbone, **changes)
     gguf = gguf_toys.write_model(tmp_path / "toy.gguf", model, backbone)
     report = crosshead.convert(gguf, tmp_path / "made", {"knocking": {"form": "linear"}})
@@ -27,6 +27,6 @@ def test_there_and_back(backbone, tmp_path):
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32, attn_implementation="eager")
     assert torch.equal(made(toys.tokens()).logits, model(toys.tokens()).logits)
     crosshead.fold(tmp_path / "made", tmp_path / "back", verify=False)
-    wanted, found = gguf_toys.stock_tensors(model), load_file(tmp_path / "back" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    expected, stored = gguf_toys.stock_tensors(model), load_file(tmp_path / "back" / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)

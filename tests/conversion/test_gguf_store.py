@@ -60,10 +60,10 @@ def test_numbers_are_those_that_transformers_unpacks(tmp_path, backbone, form):
 
 def test_numbers_that_are_not_quantised_keep_their_format(tmp_path):
     _, store = stored(tmp_path, "Llama", {"": "Q8_0", "token_embd.weight": "BF16", "attn_q.weight": "F16"})
-    found = {name.removeprefix("model.layers.0."): entry.dtype for name, entry in store.entries.items()}
-    assert found["model.embed_tokens.weight"] == "BF16"
-    assert found["self_attn.q_proj.weight"] == "F16"
-    assert found["self_attn.k_proj.weight"] == found["input_layernorm.weight"] == "F32"
+    dtypes = {name.removeprefix("model.layers.0."): entry.dtype for name, entry in store.entries.items()}
+    assert dtypes["model.embed_tokens.weight"] == "BF16"
+    assert dtypes["self_attn.q_proj.weight"] == "F16"
+    assert dtypes["self_attn.k_proj.weight"] == dtypes["input_layernorm.weight"] == "F32"
     for name, entry in store.entries.items():
         tensor = store.read(name)
         assert tensor.dtype == DTYPES[entry.dtype]
@@ -103,9 +103,9 @@ def test_a_file_in_parts(tmp_path):
     model = gguf_toys.model("Llama")
     tensors = list(gguf_toys.gguf_tensors(model, "llama").items())
     facts = gguf_toys.metadata(model, "llama")
-    for index, (part, said) in enumerate(((tensors[:4], facts), (tensors[4:], {}))):
+    for index, (part, fields) in enumerate(((tensors[:4], facts), (tensors[4:], {}))):
         path = tmp_path / f"toy-0000{index + 1}-of-00002.gguf"
-        gguf_toys.write(path, dict(part), said | {"split.count": 2}, "llama")
+        gguf_toys.write(path, dict(part), fields | {"split.count": 2}, "llama")
     for path in sorted(tmp_path.iterdir()):
         store = GgufStore(path)
         for name, tensor in gguf_toys.stock_tensors(model).items():

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, and what happens around the file: bad requests, overwriting, kills."""
+"""Tokenizers in GGUF files; also bad requests, overwriting and killed processes of folds to GGUF."""
 
 import errno
 import json
@@ -34,24 +34,24 @@ def fields(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-def written(place, tokenizer, **changes):
-    made = toy.write_mixed(place / "made", tokenizer=tokenizer, **changes)
-    crosshead.fold(made, place / "x.gguf", verify=False)
-    return fields(place / "x.gguf")
+def written(folder, tokenizer, **changes):
+    made = toy.write_mixed(folder / "made", tokenizer=tokenizer, **changes)
+    crosshead.fold(made, folder / "x.gguf", verify=False)
+    return fields(folder / "x.gguf")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read(kind, tmp_path):
     tokenizer = KINDS[kind]()
-    found = written(tmp_path, tokenizer)
-    tokens = found["tokenizer.ggml.tokens"]
+    metadata = written(tmp_path, tokenizer)
+    tokens = metadata["tokenizer.ggml.tokens"]
     assert len(tokens) == toy.VOCABULARY
     assert all(tokens[index] == token for token, index in tokenizer.get_vocab().items())
-    assert tokens[-1] == f"[PAD{toy.VOCABULARY - 1}]" and found["tokenizer.ggml.token_type"][-1] == UNUSED
-    assert found["tokenizer.ggml.pre"] == (kind if kind in toy.PRE else "default")
-    assert found["tokenizer.ggml.bos_token_id"] == tokenizer.bos_token_id
-    assert not found["tokenizer.ggml.add_bos_token"] and not found["tokenizer.ggml.add_eos_token"]
-    assert found["tokenizer.ggml.add_space_prefix"] is (kind in ("Metaspace", "Prepend"))
+    assert tokens[-1] == f"[PAD{toy.VOCABULARY - 1}]" and metadata["tokenizer.ggml.token_type"][-1] == UNUSED
+    assert metadata["tokenizer.ggml.pre"] == (kind if kind in toy.PRE else "default")
+    assert metadata["tokenizer.ggml.bos_token_id"] == tokenizer.bos_token_id
+    assert not metadata["tokenizer.ggml.add_bos_token"] and not metadata["tokenizer.ggml.add_eos_token"]
+    assert metadata["tokenizer.ggml.add_space_prefix"] is (kind in ("Metaspace", "Prepend"))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS or kind in (
         "Prepend",
         "Replace",
@@ -62,20 +62,20 @@ def test_what_is_written_is_read(kind, tmp_path):
 
 
 def test_types_of_tokens(tmp_path):
-    found = written(tmp_path, toy.bpe())
-    types = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"], strict=True))
+    metadata = written(tmp_path, toy.bpe())
+    types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     assert (types["<s>"], types["</s>"], types["<think>"], types["low"]) == (CONTROL, CONTROL, USER_DEFINED, NORMAL)
-    assert found["tokenizer.ggml.model"] == "gpt2" and "tokenizer.ggml.scores" not in found
-    assert found["tokenizer.ggml.merges"][:3] == ["l o", "lo w", "e r"]
+    assert metadata["tokenizer.ggml.model"] == "gpt2" and "tokenizer.ggml.scores" not in metadata
+    assert metadata["tokenizer.ggml.merges"][:3] == ["l o", "lo w", "e r"]
 
 
 def test_types_and_scores_of_sentencepiece(tmp_path):
-    found = written(tmp_path, toy.sentencepiece())
-    tokens = found["tokenizer.ggml.tokens"]
-    types = dict(zip(tokens, found["tokenizer.ggml.token_type"], strict=True))
+    metadata = written(tmp_path, toy.sentencepiece())
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = dict(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
     assert (types["<unk>"], types["<s>"], types["<0x0A>"], types["low"]) == (UNKNOWN, CONTROL, BYTE, NORMAL)
-    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.unknown_token_id"] == 0
-    scores = dict(zip(tokens, found["tokenizer.ggml.scores"], strict=True))
+    assert metadata["tokenizer.ggml.model"] == "llama" and metadata["tokenizer.ggml.unknown_token_id"] == 0
+    scores = dict(zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
     merged = ["".join(pair) for pair in toy.MERGES]
     assert sorted(scores, key=lambda token: -scores[token])[: len(merged)] == merged
 
@@ -87,16 +87,16 @@ def test_bos_and_eos(start, end, tmp_path):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{start}$A{end}", special_tokens=special
     )
-    found = written(tmp_path, tokenizer)
-    assert found["tokenizer.ggml.add_bos_token"] is bool(start)
-    assert found["tokenizer.ggml.add_eos_token"] is bool(end)
+    metadata = written(tmp_path, tokenizer)
+    assert metadata["tokenizer.ggml.add_bos_token"] is bool(start)
+    assert metadata["tokenizer.ggml.add_eos_token"] is bool(end)
 
 
 def test_ids_of_the_config_where_the_tokenizer_has_none(tmp_path):
     tokenizer = toy.bpe()
     tokenizer.bos_token = None
-    found = written(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
-    ids = {name: found.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
+    metadata = written(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
     assert ids == {"bos": 5, "eos": tokenizer.eos_token_id, "padding": 7, "unknown": None}
 
 
@@ -104,11 +104,11 @@ def test_ids_of_the_config_where_the_tokenizer_has_none(tmp_path):
 def test_chat_templates(templates, tmp_path):
     tokenizer = toy.bpe()
     tokenizer.chat_template = templates
-    found = written(tmp_path, tokenizer)
-    assert found["tokenizer.chat_template"] == "{{ 1 }}"
+    metadata = written(tmp_path, tokenizer)
+    assert metadata["tokenizer.chat_template"] == "{{ 1 }}"
     if isinstance(templates, dict):
-        assert found["tokenizer.chat_templates"] == ["tool_use"]
-        assert found["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
+        assert metadata["tokenizer.chat_templates"] == ["tool_use"]
+        assert metadata["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
 
 
 def read_back(tmp_path, tokenizer):
@@ -120,7 +120,7 @@ def read_back(tmp_path, tokenizer):
 
 
 def test_no_token_is_added(tmp_path):
-    """transformers adds `<|endoftext|>` behind the vocabulary."""
+    """transformers would add `<|endoftext|>` after the vocabulary."""
     tokenizer = toy.bpe()
     read = read_back(tmp_path, tokenizer)
     text = "low<|endoftext|>er"
@@ -147,7 +147,7 @@ def test_chat_templates_are_read(tmp_path):
 
 
 def part(**parts):
-    """A tokenizer with other parts."""
+    """Return a function that saves a tokenizer with some of its parts replaced."""
 
     def damage(folder):
         tokenizer = toy.bpe()
@@ -159,7 +159,7 @@ def part(**parts):
 
 
 def beside(name, content=b""):
-    """A file beside the source, or a folder without `content`."""
+    """Return a function that makes a file beside the source, or a folder if `content` is None."""
 
     def make(folder):
         path = folder.parent / name
@@ -251,7 +251,7 @@ if sys.argv[3] == "while it writes":
 else:
     from pathlib import Path
     replace, record = Path.replace, "x.gguf.conversion.json"
-    Path.replace = lambda path, place: kill() if path.name == place.name == record else replace(path, place)
+    Path.replace = lambda path, target: kill() if path.name == target.name == record else replace(path, target)
 crosshead.fold(sys.argv[1], sys.argv[2], verify=False)
 """
 
@@ -269,7 +269,7 @@ def test_killed(moment, bases, tmp_path):
         crosshead.fold(bases / "one", target, verify=False)
     else:
         with pytest.raises(ConversionError, match="--overwrite"):
-            crosshead.fold(bases / "one", target, verify=False)  # after it has moved the record
+            crosshead.fold(bases / "one", target, verify=False)  # it moves the record first
     GgufStore(target)
     assert json.loads(record.read_text())["command"] == "fold"
     assert not work.exists()

@@ -1,4 +1,4 @@
-"""Models folded to GGUF files: what llama.cpp's converter would write of the folded folder."""
+"""Models folded to GGUF files: the same content that llama.cpp's converter writes for the folded folder."""
 
 import json
 
@@ -42,17 +42,19 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def sizes(backbone):
-    """Sizes whose matrices can be quantised."""
-    found = gguf_toys.SIZES | ({"head_dim": 32} if backbone.startswith("Qwen3") else {})
-    return found if backbone == "Qwen3Moe" else {k: v for k, v in found.items() if k != "moe_intermediate_size"}
+    """Return toy sizes whose matrices can be quantised."""
+    all_sizes = gguf_toys.SIZES | ({"head_dim": 32} if backbone.startswith("Qwen3") else {})
+    return (
+        all_sizes if backbone == "Qwen3Moe" else {k: v for k, v in all_sizes.items() if k != "moe_intermediate_size"}
+    )
 
 
-def folded(place, backbone="Llama", type=None, **changes):
-    """A model folded to a file and to a folder: the record, the file, and the stock model of the folder."""
-    made = tokenizers.write_mixed(place / "made", backbone, **changes)
-    report = crosshead.fold(made, place / "x.gguf", type=type)
-    crosshead.fold(made, place / "stock", verify=False)
-    return report, place / "x.gguf", place / "stock"
+def folded(folder, backbone="Llama", type=None, **changes):
+    """Fold a model to a GGUF file and to a folder; return the record, the file and the folder."""
+    made = tokenizers.write_mixed(folder / "made", backbone, **changes)
+    report = crosshead.fold(made, folder / "x.gguf", type=type)
+    crosshead.fold(made, folder / "stock", verify=False)
+    return report, folder / "x.gguf", folder / "stock"
 
 
 def stock(folder):
@@ -60,7 +62,7 @@ def stock(folder):
 
 
 def contents(path):
-    """Everything in a file, as the package reads it."""
+    """Return the metadata fields and the tensors of a file, as the gguf package reads them."""
     reader = gguf.GGUFReader(path)
     return {name: field.contents() for name, field in reader.fields.items()}, {
         each.name: each for each in reader.tensors
@@ -75,10 +77,13 @@ def test_our_reader_gives_the_folded_model(backbone, tied, tmp_path):
     store, expected = GgufStore(path), load_file(folder / "model.safetensors")
     assert store.entries.keys() == expected.keys() == report["tensors"].keys()
     assert all(torch.equal(store.read(name), tensor) for name, tensor in expected.items())
-    found, wanted = AutoConfig.for_model(**store.config).to_dict(), AutoConfig.from_pretrained(folder).to_dict()
-    found["head_dim"] = wanted.setdefault("head_dim", found["head_dim"])  # Qwen2 has no such field
-    assert {key: value for key, value in found.items() if key not in NOT_IN_GGUF} == {
-        key: value for key, value in wanted.items() if key not in NOT_IN_GGUF
+    result, expected_config = (
+        AutoConfig.for_model(**store.config).to_dict(),
+        AutoConfig.from_pretrained(folder).to_dict(),
+    )
+    result["head_dim"] = expected_config.setdefault("head_dim", result["head_dim"])  # Qwen2 has no such field
+    assert {key: value for key, value in result.items() if key not in NOT_IN_GGUF} == {
+        key: value for key, value in expected_config.items() if key not in NOT_IN_GGUF
     }
     assert json.loads((tmp_path / "x.gguf.conversion.json").read_text()) == {
         key: value for key, value in report.items() if key != "folder"
@@ -97,7 +102,7 @@ def test_a_stock_model_gives_the_same_file(tmp_path):
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_the_file_is_that_of_another_writer(backbone, tmp_path):
-    """Names by the package's own table, rows of queries and keys in pairs, experts stacked, the same metadata."""
+    """Names from gguf's own table, interleaved rows of queries and keys, stacked experts, the same metadata."""
     _, path, folder = folded(tmp_path, backbone, **sizes(backbone))
     model, architecture = stock(folder), gguf_toys.ARCHITECTURES[backbone]
     fields, tensors = contents(path)
@@ -105,9 +110,9 @@ def test_the_file_is_that_of_another_writer(backbone, tmp_path):
     assert tensors.keys() == expected.keys()
     for name, values in expected.items():
         assert tensors[name].data.shape == values.shape and (tensors[name].data == values).all(), name
-    wanted = gguf_toys.metadata(model, architecture)
-    wanted = {key: value for key, value in wanted.items() if key.startswith(architecture)}
-    assert {key: fields[key] for key in wanted} == pytest.approx(wanted, rel=1e-6)
+    expected_fields = gguf_toys.metadata(model, architecture)
+    expected_fields = {key: value for key, value in expected_fields.items() if key.startswith(architecture)}
+    assert {key: fields[key] for key in expected_fields} == pytest.approx(expected_fields, rel=1e-6)
     assert fields["general.architecture"] == architecture and fields["general.file_type"] == 0
     assert fields["general.name"] == "made" and fields[f"{architecture}.rope.dimension_count"] == model.config.head_dim
 

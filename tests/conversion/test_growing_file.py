@@ -1,4 +1,4 @@
-"""A safetensors file that is written as its tensors come."""
+"""A safetensors file that is written while its tensors are computed."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ def test_it_holds_what_came(tmp_path):
     path = tmp_path / "grown.safetensors"
     tensors = {name: tensor for group in GROUPS for name, tensor in group.items()}
     write_growing(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, GROUPS, {"made_for": "x"})
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    assert all(found[name].equal(tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(loaded[name].equal(tensors[name]) and loaded[name].dtype == tensors[name].dtype for name in tensors)
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"made_for": "x"}
 

@@ -1,4 +1,4 @@
-"""The assignment of heads to groups of one size, and the choice of the number of groups."""
+"""The assignment of heads to groups of equal size, and the choice of the number of groups."""
 
 from itertools import permutations
 
@@ -15,7 +15,7 @@ from toy_checkpoints import write_model, write_stock
 
 
 def random_cost(heads, seed):
-    """A cost of each group that is not a sum over pairs."""
+    """Return a random cost function of a group that is not a sum over pairs of heads."""
     numbers = torch.rand(heads, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return lambda group: float(numbers[list(group)].prod(0).sum() - numbers[list(group)].max(0).values.prod())
 
@@ -25,20 +25,20 @@ def test_few_heads_are_assigned_at_the_minimum_cost(heads, groups):
     size = heads // groups
     for seed in range(3):
         cost = random_cost(heads, seed)
-        found = equal_groups(heads, groups, cost)
-        assert sorted(head for group in found for head in group) == list(range(heads))
-        assert all(len(group) == size and group == tuple(sorted(group)) for group in found)
+        assignment = equal_groups(heads, groups, cost)
+        assert sorted(head for group in assignment for head in group) == list(range(heads))
+        assert all(len(group) == size and group == tuple(sorted(group)) for group in assignment)
         orders = permutations(range(heads)) if heads <= 6 else [range(heads)]
-        every = [sum(cost(tuple(sorted(order[i : i + size]))) for i in range(0, heads, size)) for order in orders]
-        assert sum(map(cost, found)) <= min(every) + 1e-12
+        totals = [sum(cost(tuple(sorted(order[i : i + size]))) for i in range(0, heads, size)) for order in orders]
+        assert sum(map(cost, assignment)) <= min(totals) + 1e-12
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 4), (12, 4), (32, 8)])
 def test_kinds_of_heads_stay_together_and_equal_costs_keep_the_order(heads, groups):
     size = heads // groups
     kinds = [head % groups for head in range(heads)]
-    found = equal_groups(heads, groups, lambda group: len({kinds[head] for head in group}) - 1.0)
-    assert found == [tuple(range(kind, heads, groups)) for kind in range(groups)]
+    assignment = equal_groups(heads, groups, lambda group: len({kinds[head] for head in group}) - 1.0)
+    assert assignment == [tuple(range(kind, heads, groups)) for kind in range(groups)]
     same = equal_groups(heads, groups, lambda group: 0.0)
     assert same == [tuple(range(start, start + size)) for start in range(0, heads, size)]
 
@@ -63,20 +63,20 @@ def test_names_tell_what_was_fitted_apart():
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 def test_layers_with_groups_are_chosen_within_a_budget(method, tmp_path):
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
-    asked, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
-    report = crosshead.convert(source, tmp_path / "made", asked, **options)
+    mixers, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
+    report = crosshead.convert(source, tmp_path / "made", mixers, **options)
     assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-4
     assert {*report["chosen"]["key_heads"], *report["chosen"]["value_heads"]} == {2, 4}
 
 
 COMBINATIONS = {"pairs": [[1, 0], [0, 1], [1.5, 0], [0, 0.5]], "all": [[1, 0], [0, 1], [1, 1], [1, -1]]}
-"""Four heads as combinations of two components: within the groups (0, 2) and (1, 3), or with both for every head."""
+"""Weights of two components in four heads: one component per head, in groups (0, 2) and (1, 3), or both."""
 HALF = {"key_heads": 2, "value_heads": 2}
 PROSE = "a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40
 
 
 def with_components(folder, combinations):
-    """A toy whose four keys and values are combinations of two."""
+    """Write a toy whose four key and value heads are combinations of two components."""
     model = toys.stock_model("Llama", num_attention_heads=8, num_key_value_heads=4)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -98,8 +98,8 @@ def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
     saved, groups = tmp_path / "saved.safetensors", {"pairs": 2, "all": 1}[name]
     text = tmp_path / "text.txt"
     text.write_text(PROSE)
-    asked = {"explicit": HALF}
-    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved)
+    requested = {"explicit": HALF}
+    report = crosshead.convert(source, tmp_path / "made", requested, calibration=text, save_calibration=saved)
     assert report["chosen"]["groups"] == groups and "groups" not in report["options"]["mixers"]["explicit"]
     config = AutoConfig.from_pretrained(tmp_path / "made", trust_remote_code=True)
     assert config.mixers["explicit"]["groups"] == groups
@@ -107,8 +107,8 @@ def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
     assert errors["1"] == 1 and (errors["2"] > 1.1) == (name == "all")
     assert report["verification"]["kl_divergence"] < 1e-5
     assert f"groups of heads: {groups}; fitted error by groups, relative to one group's:" in calibration_lines(report)
-    again = crosshead.convert(source, tmp_path / "again", asked, calibration=saved, verify=False)
-    plan = crosshead.convert(source, tmp_path / "plan", asked, calibration=text, plan_only=True)
+    again = crosshead.convert(source, tmp_path / "again", requested, calibration=saved, verify=False)
+    plan = crosshead.convert(source, tmp_path / "plan", requested, calibration=text, plan_only=True)
     assert report["chosen"] == again["chosen"] == plan["chosen"]
     assert report["tensors"] == again["tensors"]
     weight = plan["tensors"]["model.layers.0.self_attn.mixers.explicit.key.weight"]

@@ -33,18 +33,18 @@ def observed(attention, hidden, turn, layout):
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_windows_add_up(backbone):
-    given = layer_and_input(backbone)
-    whole, apart = HeadStatistics(given[3]), observed(*given)
-    whole.observe(*given[:3])
+    arguments = layer_and_input(backbone)
+    whole, apart = HeadStatistics(arguments[3]), observed(*arguments)
+    whole.observe(*arguments[:3])
     for name, tensor in apart.as_tensors().items():
         assert tensor.dtype == torch.float64
         torch.testing.assert_close(whole.as_tensors()[name], tensor, rtol=0, atol=0)
-    again = HeadStatistics(given[3], apart.as_tensors())
+    again = HeadStatistics(arguments[3], apart.as_tensors())
     assert again.sums.keys() == apart.sums.keys()
 
 
 def turn_matrix(cos, sin):
-    """RoPE of one position as a matrix: `turned = matrix @ x`."""
+    """Return the RoPE rotation at one position as a matrix: `rotated = matrix @ x`."""
     half = D // 2
     quarter = torch.zeros(D, D, dtype=torch.float64)
     quarter[:half, half:], quarter[half:, :half] = -torch.eye(half), torch.eye(half)
@@ -52,7 +52,10 @@ def turn_matrix(cos, sin):
 
 
 def attention_of(attention, hidden, cos, sin, changed=None):
-    """A slow layer: its output (T, hidden) and weights; `changed` (head, s, error) moves one key before its norm."""
+    """Slow attention: return head outputs (T, heads, D), weights (heads, T, T) and values (T, KV heads, D).
+
+    `changed` is (KV head, position, error): the error is added to this key before its norm.
+    """
     length = hidden.shape[0]
     heads = attention.k_proj.weight.shape[0] // D
     group = attention.q_proj.weight.shape[0] // D // heads
@@ -68,10 +71,10 @@ def attention_of(attention, hidden, cos, sin, changed=None):
     outputs = torch.zeros(length, heads * group, D, dtype=torch.float64)
     for head in range(heads * group):
         for t in range(length):
-            seen = list(range(max(0, t - reach + 1), t + 1))
+            visible = list(range(max(0, t - reach + 1), t + 1))
             moved = turns[t] @ query[t, head]
-            scores = torch.stack([moved @ (turns[s] @ key[s, head // group]) for s in seen]) / D**0.5
-            weights[head, t, seen] = scores.softmax(0)
+            scores = torch.stack([moved @ (turns[s] @ key[s, head // group]) for s in visible]) / D**0.5
+            weights[head, t, visible] = scores.softmax(0)
             outputs[t, head] = weights[head, t] @ value[:, head // group]
     return outputs, weights, value
 
@@ -135,18 +138,18 @@ def test_signs_leave_the_mean(monkeypatch):
             readout = attention.o_proj.weight[:, head * D : (head + 1) * D]
             for t in range(12):
                 for s in range(1, t - head_statistics.NEAR + 1):
-                    here, there = (turn_matrix(turn[0][0, x], turn[1][0, x]) for x in (t, s))
+                    query_turn, key_turn = (turn_matrix(turn[0][0, x], turn[1][0, x]) for x in (t, s))
                     query = attention.q_proj(hidden[0, t]).view(-1, D)[head]
                     change = (value[s, 0] - outputs[t, head]) @ readout.T
-                    move = (there.T @ here @ query) * weights[head, t, s] * change.norm()
+                    move = (key_turn.T @ query_turn @ query) * weights[head, t, s] * change.norm()
                     exact += torch.outer(move, move)
-    found = mean.sums["key.metric"][0, 1] / 400
-    assert float((found - exact).norm() / exact.norm()) < 0.15
+    estimate = mean.sums["key.metric"][0, 1] / 400
+    assert float((estimate - exact).norm() / exact.norm()) < 0.15
 
 
 def test_long_windows_are_sampled(monkeypatch):
-    given = layer_and_input("Llama")
+    arguments = layer_and_input("Llama")
     monkeypatch.setattr(head_statistics, "QUERIES", 4)
-    statistics = observed(*given)
+    statistics = observed(*arguments)
     assert float(statistics.sums["value.weight"][0, 0]) == 2 * 2 * 4
     assert all(torch.isfinite(tensor).all() for tensor in statistics.sums.values())

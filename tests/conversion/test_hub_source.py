@@ -16,12 +16,12 @@ from toy_tokenizer import toy_tokenizer
 
 TOKEN = "hf_secretsecretsecret"
 ODD = "model.safetensors-{}"
-"""What some call their shards: `ODD` and the usual ending."""
+"""Format of the shard names in some repositories; the field is the usual ending."""
 SIDE = ["LICENSE", "additional_chat_templates", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-def ask(address: str, home: Path, wanted: list[tuple[str, str | None]], offline: bool = False) -> list[Any]:
-    """What a conversion finds of each model, from a Hub that the client takes for the only one."""
+def ask(address: str, home: Path, requests: list[tuple[str, str | None]], offline: bool = False) -> list[Any]:
+    """Open each (name, revision) from the Hub at `address`; return a summary of each source, or its error message."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", address)
         patch.setattr(
@@ -34,7 +34,7 @@ def ask(address: str, home: Path, wanted: list[tuple[str, str | None]], offline:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setattr(time, "sleep", lambda seconds: None)  # the client waits between attempts
         close_session()
-        results = [opened(name, revision, home / "scratch") for name, revision in wanted]
+        results = [opened(name, revision, home / "scratch") for name, revision in requests]
     close_session()
     assert TOKEN not in json.dumps(results)
     return results
@@ -62,10 +62,10 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     toys.stock_model("Llama").save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
-    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    model_files = {file.name: file.read_bytes() for file in folder.iterdir()}
     never = ["pytorch_model.bin", "modeling_toy.py", "README.md", "original/consolidated.safetensors", "LICENSE.py"]
     more = {"LICENSE": b"free", "additional_chat_templates/tools.jinja": b"{{ messages }}"}
-    return found | more | dict.fromkeys(never, b"never")
+    return model_files | more | dict.fromkeys(never, b"never")
 
 
 @pytest.fixture(scope="module")
@@ -98,37 +98,37 @@ def outcomes(tmp_path_factory, files, sharded):
         "org/gguf": Repository({"toy.Q8_0.gguf": b"GGUF"}),
         "org/bare": Repository({"model.safetensors": files["model.safetensors"]}),
     }
-    wanted = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
-    wanted += [("org/toy@v1", None), ("org/toy@v2", None)]
+    models = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
+    models += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
-        online = ask(hub.address, home, wanted)
-    asked = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None)]
-    offline = ask(hub.address, home, asked, offline=True)
-    results = dict(zip(wanted, online, strict=True))
-    results |= {("offline", *key): result for key, result in zip(asked, offline, strict=True)}
+        online = ask(hub.address, home, models)
+    offline_requests = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None)]
+    offline = ask(hub.address, home, offline_requests, offline=True)
+    results = dict(zip(models, online, strict=True))
+    results |= {("offline", *key): result for key, result in zip(offline_requests, offline, strict=True)}
     return results | {"requests": hub.requests}
 
 
 def test_what_is_needed_is_downloaded_and_nothing_else(outcomes, files):
-    found = outcomes["org/toy", None]
-    assert found["origin"] == {"kind": "hub", "name": "org/toy", "revision": COMMIT}
-    assert found["config"] == "llama"
-    assert found["files"] == SIDE
-    assert found["downloaded"] == sorted(
+    summary = outcomes["org/toy", None]
+    assert summary["origin"] == {"kind": "hub", "name": "org/toy", "revision": COMMIT}
+    assert summary["config"] == "llama"
+    assert summary["files"] == SIDE
+    assert summary["downloaded"] == sorted(
         {*SIDE, "config.json", "model.safetensors"} - {SIDE[1]} | {"additional_chat_templates/tools.jinja"}
     )
-    assert found["links"]
-    assert 0 < found["bytes"] < len(files["model.safetensors"])
+    assert summary["links"]
+    assert 0 < summary["bytes"] < len(files["model.safetensors"])
     fetched = [request for request in outcomes["requests"] if "/resolve/" in request]
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
 
 
 def test_shards_are_those_of_the_index(outcomes, sharded):
-    found = outcomes["org/sharded", None]
+    summary = outcomes["org/sharded", None]
     shards = [name for name in sharded if name.startswith(ODD.format(""))]
     assert len(shards) > 2
-    assert {name for name in found["downloaded"] if ".safetensors" in name} == {INDEX, *shards}
-    assert found["bytes"] == outcomes["org/toy", None]["bytes"]
+    assert {name for name in summary["downloaded"] if ".safetensors" in name} == {INDEX, *shards}
+    assert summary["bytes"] == outcomes["org/toy", None]["bytes"]
 
 
 def test_a_download_that_breaks_off_is_continued(outcomes):
@@ -145,7 +145,7 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("model", "message"),
     [
         (("org/none", None), "private"),
         (("org/private", None), "401"),
@@ -160,8 +160,8 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
         (("org/dropping", None), "RemoteProtocolError"),
     ],
 )
-def test_one_line_on_what_is_wrong(outcomes, wanted, message):
-    assert isinstance(outcomes[wanted], str)
-    assert message in outcomes[wanted]
-    assert "\n" not in outcomes[wanted]
-    assert "127.0.0.1" not in outcomes[wanted]
+def test_one_line_on_what_is_wrong(outcomes, model, message):
+    assert isinstance(outcomes[model], str)
+    assert message in outcomes[model]
+    assert "\n" not in outcomes[model]
+    assert "127.0.0.1" not in outcomes[model]

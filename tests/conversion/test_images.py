@@ -1,4 +1,4 @@
-"""Conversions of ViT, DeiT and DINOv2: neutral, back again, fitted to images, and what is refused."""
+"""Conversions of ViT, DeiT and DINOv2: round trips, routers fitted to images, and refused requests."""
 
 import builtins
 import json
@@ -31,8 +31,8 @@ PAPER = {"active_heads": 2, "method": "paper"}
 
 def outputs(folder, auto_class=AutoModelForImageClassification):
     with torch.no_grad():
-        found = auto_class.from_pretrained(folder, attn_implementation="eager").eval()(IMAGES)
-    return found["last_hidden_state" if auto_class is AutoModel else "logits"]
+        result = auto_class.from_pretrained(folder, attn_implementation="eager").eval()(IMAGES)
+    return result["last_hidden_state" if auto_class is AutoModel else "logits"]
 
 
 @pytest.mark.oldest
@@ -61,7 +61,7 @@ def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
 
 
 def test_a_gated_linear_unit(tmp_path):
-    """Of the giant DINOv2: two projections are one tensor in checkpoints."""
+    """Giant DINOv2 checkpoints store two projections of the gated linear unit as one tensor."""
     source = write_image_model(tmp_path / "source", "Dinov2", use_swiglu_ffn=True)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {"form": "linear"}})
     assert report["verification"]["must_equal"]
@@ -90,7 +90,7 @@ def test_fewer_component_heads(tmp_path):
 
 
 def test_a_budget_for_each_layer(tmp_path):
-    """Fewer heads in shallow layers, as in the paper."""
+    """Fewer active heads in shallow layers, as in the paper."""
     source = write_image_model(tmp_path / "source")
     mixers = {"mixture": {"active_heads": "50%+75%", "method": "paper", "router": "two_stage"}}
     crosshead.convert(source, tmp_path / "made", mixers)

@@ -1,4 +1,4 @@
-"""Buffers of integers, such as position ids, lie in some checkpoints and are no weights: they are copied."""
+"""Integer buffers in a checkpoint, such as position ids, are copied unchanged."""
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,16 +15,16 @@ BUFFERS = {
 
 
 def assert_same_buffers(folder):
-    held = load_file(folder / WEIGHTS)
+    stored = load_file(folder / WEIGHTS)
     for name, tensor in BUFFERS.items():
-        assert held[name].dtype == tensor.dtype and held[name].equal(tensor), name
+        assert stored[name].dtype == tensor.dtype and stored[name].equal(tensor), name
 
 
 def test_integers_are_copied_there_and_back(tmp_path):
     source = write_stock(tmp_path / "source")
     save_file(load_file(source / WEIGHTS) | BUFFERS, source / WEIGHTS, {"format": "pt"})
-    asked = {"explicit": {"key_heads": 1, "method": "svd"}}
-    report = crosshead.convert(source, tmp_path / "made", asked, dtype="bfloat16", vocab_size=70)
+    mixers = {"explicit": {"key_heads": 1, "method": "svd"}}
+    report = crosshead.convert(source, tmp_path / "made", mixers, dtype="bfloat16", vocab_size=70)
     assert {report["tensors"][name]["fate"] for name in BUFFERS} == {"copied"}
     assert report["dropped"] == {}
     assert_same_buffers(tmp_path / "made")

@@ -32,7 +32,7 @@ WIDE = {
     "two groups of two": (explicit(4, 4, groups=2), 2, 2),
     "two groups, fewer values": (explicit(6, 4, groups=2), 2, 3),
 }
-"""Mechanisms -> KV heads of the stock model, and components in each."""
+"""Name -> mechanisms, number of KV heads of the folded model, and number of components per KV head."""
 MORE_HEADS = {name: {"num_key_value_heads": 8} for name in WIDE if name.startswith("two groups")}
 ROPE = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -57,7 +57,7 @@ def write(folder, backbone, mixers, dtype=torch.float32, **changes):
 
 
 def run(folder):
-    """The logits of a longer text, of its last token with a cache, and the numbers that one token caches."""
+    """Return the model, logits of a text, logits of its last token with a cache, and cached numbers per token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens, cache = toys.tokens(length=40), DynamicCache()
     whole = model(tokens).logits
@@ -91,13 +91,13 @@ def test_logits_and_cache(backbone, name, tmp_path):
             crosshead.fold(source, tmp_path / "out", keep_cache=True)
         return
     report, model = check(source, tmp_path / "out", groups, width)
-    kept = report["kept_cache"]
+    record = report["kept_cache"]
     assert model.config.architectures == [type(model).__name__]  # engines choose their class by it
-    assert kept["model_type"] == model.config.model_type == ("llama" if width > 1 else backbone_type(backbone))
-    assert kept["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
+    assert record["model_type"] == model.config.model_type == ("llama" if width > 1 else backbone_type(backbone))
+    assert record["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
     share = groups * width / heads["num_key_value_heads"]
-    assert kept["kv_bytes_per_token"] == kept["kv_bytes_per_token_without_keep_cache"] * share
-    assert kept["growth_of_q_proj_o_proj_and_attention"] == width
+    assert record["kv_bytes_per_token"] == record["kv_bytes_per_token_without_keep_cache"] * share
+    assert record["growth_of_q_proj_o_proj_and_attention"] == width
     assert report["options"] == {"keep_cache": True}
 
 
@@ -128,7 +128,7 @@ def test_biases_and_a_norm_of_keys(backbone, tmp_path):
 def test_bfloat16(backbone, tmp_path):
     mixers, groups, width = WIDE["one component" if backbone.startswith("Qwen3") else "two components"]
     model = toys.mixed_model(backbone, mixers, **HEADS)
-    for name, parameter in model.named_parameters():  # logits as those of a trained model, whose attention is flatter
+    for name, parameter in model.named_parameters():  # flatter attention, as in trained models
         parameter.data *= 0.5 if "q_proj" in name or "k_proj" in name else 1
     source = write_model(model, tmp_path / "model", MANY_SHARDS, torch.bfloat16)
     report, _ = check(source, tmp_path / "out", groups, width, largest=2e-2)

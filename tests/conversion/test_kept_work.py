@@ -1,4 +1,4 @@
-"""A conversion that fails late keeps its work, its one line says where, and repeat the command to continue."""
+"""A conversion that fails late keeps its work and names the folder; repeating the command continues it."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ WORK = ".out.crosshead-partial"
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     return tmp_path
@@ -33,24 +33,24 @@ def failing(error):
     return fail
 
 
-def hidden(place):
-    return [path.name for path in place.iterdir() if path.name.startswith(".")]
+def hidden(workdir):
+    return [path.name for path in workdir.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("command", ["convert", "fold"])
-def test_reload_that_is_killed(place, capfd, monkeypatch, command):
-    """The model is verified again, and no weight file is written again."""
+def test_reload_that_is_killed(workdir, capfd, monkeypatch, command):
+    """The next run verifies the model again without writing weight files again."""
     if command == "fold":
         crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
-    asked = "fold ours out" if command == "fold" else CONVERT
+    command_line = "fold ours out" if command == "fold" else CONVERT
     with monkeypatch.context() as patch:
         patch.setattr(verify, "reload_check", failing(ConversionError("it ended with status -9 (out of memory?)")))
-        status, out, err = run(capfd, monkeypatch, asked)
+        status, out, err = run(capfd, monkeypatch, command_line)
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "status -9" in err and str(place / WORK / "model") in err
+    assert "status -9" in err and str(workdir / WORK / "model") in err
     for option in ("--no-verify", "--restart"):
         assert option in err
-    assert not (place / "out").exists() and not (place / "out.conversion.json").exists()
+    assert not (workdir / "out").exists() and not (workdir / "out.conversion.json").exists()
     monkeypatch.setattr(job, "write_shard", failing(AssertionError("written again")))
     report = (
         crosshead.fold("ours", "out")
@@ -58,7 +58,7 @@ def test_reload_that_is_killed(place, capfd, monkeypatch, command):
         else crosshead.convert("source", "out", {"knocking": {"form": "linear"}})
     )
     assert report["verification"]["reload"]["checked"] == "logits and text"
-    assert hidden(place) == []
+    assert hidden(workdir) == []
 
 
 FAILURES = {
@@ -70,7 +70,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
+def test_failure_while_weights_are_written(workdir, capfd, monkeypatch, kind):
     written, write_shard = [], job.write_shard
 
     def limited(path, items):
@@ -82,64 +82,64 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
     monkeypatch.setattr(job, "write_shard", limited)
     status, _, err = run(capfd, monkeypatch, f"{CONVERT} --no-verify")
     assert status == (130 if kind == "stopped" else 1)
-    assert err.count("\n") == 1 and str(place / WORK) in err
-    assert sorted(path.name for path in (place / WORK / "model").iterdir()) == sorted(written)
+    assert err.count("\n") == 1 and str(workdir / WORK) in err
+    assert sorted(path.name for path in (workdir / WORK / "model").iterdir()) == sorted(written)
     before = list(written)
     monkeypatch.setattr(job, "write_shard", lambda path, items: written.append(path.name) or write_shard(path, items))
     status, _, err = run(capfd, monkeypatch, "convert source out --mixer talking --no-verify")
-    assert status == 1 and str(place / WORK) in err and "--restart" in err and "options" in err
+    assert status == 1 and str(workdir / WORK) in err and "--restart" in err and "options" in err
     assert run(capfd, monkeypatch, f"{CONVERT} --no-verify")[0] == 0
     assert sorted(written) == sorted({*written}) and len(written) > len(before)
-    assert hidden(place) == []
+    assert hidden(workdir) == []
 
 
-def test_restart_discards(place, monkeypatch):
+def test_restart_discards(workdir, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
         patch.setattr(stages, "verify_folder", failing(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
     crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
-    assert hidden(place) == []
+    assert hidden(workdir) == []
 
 
-def test_calibration_is_kept(place, monkeypatch):
+def test_calibration_is_kept(workdir, monkeypatch):
     mixers = {"mixture": {"active_heads": "75%", "shared": "calibrated"}}
-    (place / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
+    (workdir / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
         patch.setattr(convert, "convert_layers", failing(MemoryError("no memory")))
         crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
-    assert str(place / WORK) in caught.value.__notes__[0]
+    assert str(workdir / WORK) in caught.value.__notes__[0]
     monkeypatch.setattr(calibrating, "calibrate", failing(AssertionError("calibrated again")))
     crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
-    assert hidden(place) == []
+    assert hidden(workdir) == []
 
 
-def test_process_that_loads_the_model_is_killed(place, monkeypatch):
-    worker = place / "dies.py"
+def test_process_that_loads_the_model_is_killed(workdir, monkeypatch):
+    worker = workdir / "dies.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(reload, "WORKER", worker)
     with pytest.raises(ConversionError, match="status -9") as caught:
         crosshead.convert("source", "out", {"knocking": {}})
-    assert str(place / WORK / "model") in caught.value.__notes__[0]
-    assert (place / WORK / "model" / "config.json").exists()
+    assert str(workdir / WORK / "model") in caught.value.__notes__[0]
+    assert (workdir / WORK / "model" / "config.json").exists()
 
 
-def test_fold_into_a_mount_point(place, monkeypatch):
-    """Nothing goes beside it, where another disk is: the record neither."""
+def test_fold_into_a_mount_point(workdir, monkeypatch):
+    """All files, including the record, go into the mount point, since its parent folder is on another disk."""
     crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
-    (place / "disk").mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(place / "disk"))
+    (workdir / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(workdir / "disk"))
     crosshead.fold("ours", "disk", verify=False)
-    record = json.loads((place / "disk" / "conversion.json").read_text())
+    record = json.loads((workdir / "disk" / "conversion.json").read_text())
     assert record["command"] == "fold"
-    assert sorted(path.name for path in place.iterdir()) == ["disk", "ours", "source"]
+    assert sorted(path.name for path in workdir.iterdir()) == ["disk", "ours", "source"]
     assert "verification" in crosshead.verify("ours", "disk")
-    assert "verification" in json.loads((place / "disk" / "conversion.json").read_text())
+    assert "verification" in json.loads((workdir / "disk" / "conversion.json").read_text())
 
 
-def test_overwriting_names_the_files_that_stay(place, capfd, monkeypatch):
+def test_overwriting_names_the_files_that_stay(workdir, capfd, monkeypatch):
     command = f"{CONVERT} --no-verify --overwrite"
     assert run(capfd, monkeypatch, command)[0] == 0
-    (place / "out" / "README.md").write_text("a card")
+    (workdir / "out" / "README.md").write_text("a card")
     status, out, _ = run(capfd, monkeypatch, command)
     assert status == 0 and "README.md" in out
-    assert (place / "out" / "README.md").read_text() == "a card"
+    assert (workdir / "out" / "README.md").read_text() == "a card"

@@ -1,4 +1,4 @@
-"""A conversion that is killed, stopped, or met by another one: the target is absent, as it was, or complete."""
+"""Conversions that are killed, interrupted or run concurrently: the target is absent, unchanged or complete."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ from toy_checkpoints import write_model
 MIXER, OTHER = "knocking:on=query+key+value", "talking"
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 24}
 EARLY_AND_LATE, RANDOM = (0.2, 0.8), [random.Random(0).random() for _ in range(20)]
-"""When a run is killed, as a part of the time that it takes."""
+"""Times at which a run is killed, as fractions of its duration."""
 WORKER = """
 import os, shutil, signal, sys
 import crosshead
@@ -41,14 +41,14 @@ while command := sys.stdin.readline():
         except SystemExit as left:
             os._exit(left.code)  # taking a forked interpreter down takes longer than a conversion
     print("started", child, flush=True)
-    sys.stdin.readline()  # until then its number stays its own
+    sys.stdin.readline()  # until the child is waited for, its process id is not used again
     print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Runs each conversion in a process of its own, without the seconds that the libraries' imports take."""
+"""Forks a process for each command line, which saves the seconds of importing the libraries."""
 
 
 class Runner:
-    """Runs command lines one after the other, each to its end or to a signal."""
+    """Runs command lines one after the other, each until it ends or gets a signal."""
 
     def __init__(self, folder):
         options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -61,20 +61,20 @@ class Runner:
             **options | {"stderr": self.log.open("w")},
         )
 
-    def tell(self, line):
+    def send(self, line):
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def start(self, command):
-        self.tell(command)
-        return self.told("started")
+        self.send(command)
+        return self.answer("started")
 
     def end(self):
-        """The exit status; minus the signal where one ended it."""
-        self.tell("wait")
-        return self.told("ended")
+        """Wait for the process; return its exit status, or minus the signal that ended it."""
+        self.send("wait")
+        return self.answer("ended")
 
-    def told(self, word):
+    def answer(self, word):
         line = self.process.stdout.readline()
         assert line.startswith(word), self.log.read_text()
         return int(line.removeprefix(word))
@@ -88,15 +88,15 @@ class Runner:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     write_model(toys.stock_model("Llama", **SIZES), folder / "source", 40_000)
     return folder
 
 
 @pytest.fixture(scope="module")
-def runner(place):
-    runner = Runner(place)
+def runner(workdir):
+    runner = Runner(workdir)
     yield runner
     runner.process.stdin.close()
     runner.process.wait()
@@ -111,164 +111,168 @@ def contents(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(place, runner):
-    """What undisturbed runs write, and how long they take."""
-    found = {}
+def whole(workdir, runner):
+    """Digests of the files that uninterrupted runs write, by mixer, and the shortest duration of a run."""
+    results = {}
     for name, mixer in (("warm", MIXER), ("whole", MIXER), ("other", OTHER)):
         begin = time.perf_counter()
         assert runner.run(convert(name, mixer)) == 0
-        found[name] = contents(place / name), time.perf_counter() - begin
-    assert len(list((place / "source").glob("*.safetensors"))) > 10
-    assert found["warm"][0] == found["whole"][0] != found["other"][0]
-    return {"duration": min(found["warm"][1], found["whole"][1]), MIXER: found["whole"][0], OTHER: found["other"][0]}
+        results[name] = contents(workdir / name), time.perf_counter() - begin
+    assert len(list((workdir / "source").glob("*.safetensors"))) > 10
+    assert results["warm"][0] == results["whole"][0] != results["other"][0]
+    return {
+        "duration": min(results["warm"][1], results["whole"][1]),
+        MIXER: results["whole"][0],
+        OTHER: results["other"][0],
+    }
 
 
-def hidden(place):
-    return sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+def hidden(workdir):
+    return sorted(path.name for path in workdir.iterdir() if path.name.startswith("."))
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_killed(moments, place, runner, whole):
-    source = snapshot(place / "source")
+def test_killed(moments, workdir, runner, whole):
+    source = snapshot(workdir / "source")
     for moment in moments:
         for attempt in range(20):  # the machine may have become faster than it was
             out = f"killed{moment}-{attempt}"
             status = runner.run(convert(out), signal.SIGKILL, moment * 0.8**attempt * whole["duration"])
-            assert snapshot(place / "source") == source
-            refused = (place / out).exists()
+            assert snapshot(workdir / "source") == source
+            refused = (workdir / out).exists()
             assert runner.run(convert(out)) == refused
-            assert contents(place / out) == whole[MIXER]
-            assert hidden(place) == []
+            assert contents(workdir / out) == whole[MIXER]
+            assert hidden(workdir) == []
             if status == -signal.SIGKILL:
                 break
         assert status == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_goes_on(place, runner, whole):
+def test_killed_again_and_again_goes_on(workdir, runner, whole):
     for moment in range(6):
         status = runner.run(convert("again"), signal.SIGKILL, whole["duration"] * (0.2 + moment / 10))
         if not status:
             break
-    assert (place / "again").exists() or runner.run(convert("again")) == 0
-    assert contents(place / "again") == whole[MIXER]
-    assert hidden(place) == []
+    assert (workdir / "again").exists() or runner.run(convert("again")) == 0
+    assert contents(workdir / "again") == whole[MIXER]
+    assert hidden(workdir) == []
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_killed_while_it_replaces(moments, place, runner, whole):
-    shutil.rmtree(place / "replaced", ignore_errors=True)
+def test_killed_while_it_replaces(moments, workdir, runner, whole):
+    shutil.rmtree(workdir / "replaced", ignore_errors=True)
     assert runner.run(convert("replaced", OTHER)) == 0
     mixers = [OTHER, MIXER]
     for moment in moments:
         runner.run(convert("replaced", mixers[1], "--overwrite"), signal.SIGKILL, moment * whole["duration"])
-        if (place / "replaced" / "config.json").exists():
-            assert contents(place / "replaced") in (whole[OTHER], whole[MIXER])
-        else:  # its files were being moved in: they are the new ones, or still wait beside it
-            assert (place / ".replaced.crosshead-partial" / "publish.json").exists()
+        if (workdir / "replaced" / "config.json").exists():
+            assert contents(workdir / "replaced") in (whole[OTHER], whole[MIXER])
+        else:  # killed while the files were moved into it: all new files are in it or in the work folder
+            assert (workdir / ".replaced.crosshead-partial" / "publish.json").exists()
         assert runner.run(convert("replaced", mixers[1], "--overwrite")) == 0
-        assert contents(place / "replaced") == whole[mixers[1]]
-        assert hidden(place) == []
+        assert contents(workdir / "replaced") == whole[mixers[1]]
+        assert hidden(workdir) == []
         mixers.reverse()
 
 
 @pytest.mark.parametrize("one", first([MIXER, OTHER]))
-def test_another_conversion_never_takes_over_what_was_left(place, runner, whole, one):
+def test_another_conversion_never_takes_over_what_was_left(workdir, runner, whole, one):
     other = OTHER if one == MIXER else MIXER
     out = f"mixed-{one.partition(':')[0]}"
     for part in (0.5, 0.7, 0.9):
         if runner.run(convert(out, one, "--overwrite"), signal.SIGKILL, part * whole["duration"]):
-            work = place / f".{out}.crosshead-partial"
-            if runner.run(convert(out, other, "--overwrite")):  # refused, because something was finished
+            work = workdir / f".{out}.crosshead-partial"
+            if runner.run(convert(out, other, "--overwrite")):  # refused, because a shard was finished
                 assert str(work) in runner.log.read_text().splitlines()[-1]
                 assert list((work / "model").glob("*.safetensors"))
                 assert runner.run(convert(out, other, "--overwrite", "--restart")) == 0
-            assert contents(place / out) == whole[other]
-            assert hidden(place) == []
+            assert contents(workdir / out) == whole[other]
+            assert hidden(workdir) == []
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_stopped_by_hand(place, runner, whole, sent):
-    source = snapshot(place / "source")
-    begun = runner.log.stat().st_size
+def test_stopped_by_hand(workdir, runner, whole, sent):
+    source = snapshot(workdir / "source")
+    log_size = runner.log.stat().st_size
     for attempt in range(20):  # the machine may have become faster than it was
-        out = f"stopped{sent}-{attempt}"  # a run that was done before the signal leaves its target
+        out = f"stopped{sent}-{attempt}"  # a run that ended before the signal leaves its target
         status = runner.run(convert(out), sent, 0.5 * 0.8**attempt * whole["duration"])
         if status:
             break
     assert status == 128 + sent
-    said = runner.log.read_text()[begun:].splitlines()
-    assert said[-1].startswith(f"crosshead: {'interrupted' if sent == signal.SIGINT else 'terminated'}: ")
-    assert snapshot(place / "source") == source
-    assert not (place / out).exists()
+    lines = runner.log.read_text()[log_size:].splitlines()
+    assert lines[-1].startswith(f"crosshead: {'interrupted' if sent == signal.SIGINT else 'terminated'}: ")
+    assert snapshot(workdir / "source") == source
+    assert not (workdir / out).exists()
     assert runner.run(convert(out)) == 0
-    assert contents(place / out) == whole[MIXER]
-    assert hidden(place) == []
+    assert contents(workdir / out) == whole[MIXER]
+    assert hidden(workdir) == []
 
 
 @pytest.fixture(scope="module")
-def folded(place, runner):
-    """A model in `ours`, what an undisturbed fold of it writes, its record, and how long that takes."""
+def folded(workdir, runner):
+    """Digests of the files, the record and the duration of an uninterrupted fold of the model in `ours`."""
     assert runner.run(convert("ours", "knocking:form=linear")) == 0
     begin = time.perf_counter()
     assert runner.run("fold ours folded --no-verify") == 0
     duration = time.perf_counter() - begin
-    return contents(place / "folded"), (place / "folded.conversion.json").read_bytes(), duration
+    return contents(workdir / "folded"), (workdir / "folded.conversion.json").read_bytes(), duration
 
 
 @pytest.mark.parametrize("moment", [0.3, *first((0.9, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0))])
-def test_a_fold_that_is_killed(moment, place, runner, folded):
-    """The stock model and the record beside it come together."""
+def test_a_fold_that_is_killed(moment, workdir, runner, folded):
+    """The record never exists without the stock model beside it."""
     whole, record, duration = folded
     command = f"fold ours back{moment} --no-verify"
     runner.run(command, signal.SIGKILL, duration * moment)
-    made, said = place / f"back{moment}", place / f"back{moment}.conversion.json"
-    assert made.exists() or not said.exists()
-    runner.run(command)  # goes on; refused where it is there already
+    made, record_path = workdir / f"back{moment}", workdir / f"back{moment}.conversion.json"
+    assert made.exists() or not record_path.exists()
+    runner.run(command)  # continues, or is refused if the model exists already
     assert contents(made) == whole
-    assert said.read_bytes() == record
-    assert hidden(place) == []
+    assert record_path.read_bytes() == record
+    assert hidden(workdir) == []
 
 
-def test_a_fold_overwrites_neither_a_model_nor_a_record(place, runner, folded):
+def test_a_fold_overwrites_neither_a_model_nor_a_record(workdir, runner, folded):
     command = "fold ours twice --no-verify"
     assert runner.run(command) == 0
     assert runner.run(command) == 1
-    shutil.rmtree(place / "twice")
-    assert runner.run(command) == 1  # somebody's record is still there
+    shutil.rmtree(workdir / "twice")
+    assert runner.run(command) == 1  # the old record still exists
     assert "twice.conversion.json" in runner.log.read_text().splitlines()[-1]
-    assert hidden(place) == [] and not (place / "twice").exists()
+    assert hidden(workdir) == [] and not (workdir / "twice").exists()
     assert runner.run(f"{command} --overwrite") == 0
 
 
-def test_two_at_once(place, runner, whole):
+def test_two_at_once(workdir, runner, whole):
     child = runner.start(convert("both"))
-    while not (place / ".both.crosshead-partial" / "journal.json").exists():
+    while not (workdir / ".both.crosshead-partial" / "journal.json").exists():
         time.sleep(0.001)
     os.kill(child, signal.SIGSTOP)
     try:
-        with pytest.raises(ConversionError, match=str(place / "both")):
-            crosshead.convert(place / "source", place / "both", {"knocking": {}}, verify=False)
+        with pytest.raises(ConversionError, match=str(workdir / "both")):
+            crosshead.convert(workdir / "source", workdir / "both", {"knocking": {}}, verify=False)
     finally:
         os.kill(child, signal.SIGCONT)
     assert runner.end() == 0
-    assert contents(place / "both") == whole[MIXER]
-    assert hidden(place) == []
+    assert contents(workdir / "both") == whole[MIXER]
+    assert hidden(workdir) == []
 
 
 @pytest.mark.slow
-def test_a_fold_with_its_cache_is_killed(place, runner):
+def test_a_fold_with_its_cache_is_killed(workdir, runner):
     fold = "fold fewer {} --keep-cache --no-verify"
     assert runner.run(convert("fewer", "explicit:key_heads=1,value_heads=1,method=svd")) == 0
     begin = time.perf_counter()
     assert runner.run(fold.format("served")) == 0
-    duration, wanted, before = time.perf_counter() - begin, contents(place / "served"), snapshot(place / "fewer")
+    duration, expected, before = time.perf_counter() - begin, contents(workdir / "served"), snapshot(workdir / "fewer")
     for moment in (0.2, 0.5, 0.8):
         status = runner.run(fold.format(f"served{moment}"), signal.SIGKILL, moment * duration)
-        published = (place / f"served{moment}").exists()
+        published = (workdir / f"served{moment}").exists()
         assert status or published
         # Killed between the folder and the record beside it: the next run moves the record, and refuses to overwrite.
         assert not status or runner.run(fold.format(f"served{moment}")) == (1 if published else 0)
-        assert contents(place / f"served{moment}") == wanted
-        assert snapshot(place / "fewer") == before
-    assert hidden(place) == []
+        assert contents(workdir / f"served{moment}") == expected
+        assert snapshot(workdir / "fewer") == before
+    assert hidden(workdir) == []

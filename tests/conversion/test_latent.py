@@ -1,4 +1,4 @@
-"""Conversions of DeepSeek-V2 and DeepSeek-V3, folds into `kv_b_proj`, and what is refused."""
+"""Conversions of DeepSeek-V2 and DeepSeek-V3, folds into `kv_b_proj`, and refused requests."""
 
 import json
 import re
@@ -45,9 +45,9 @@ def loaded(folder):
 def test_neutral_conversions_and_back(backbone, name, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
     report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
-    found = report["verification"]
-    assert found["must_equal"] and found["greatest_logit_difference"] == 0
-    assert found["kv_bytes_per_token_before"] == found["kv_bytes_per_token_after"] == 2 * (12 + 4) * 4
+    measured = report["verification"]
+    assert measured["must_equal"] and measured["greatest_logit_difference"] == 0
+    assert measured["kv_bytes_per_token_before"] == measured["kv_bytes_per_token_after"] == 2 * (12 + 4) * 4
     assert torch.equal(logits(loaded(tmp_path / "made")), logits(loaded(source)))
     crosshead.fold(tmp_path / "made", tmp_path / "back")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
@@ -126,7 +126,7 @@ def test_quantised_checkpoints_are_refused():
 
 
 def test_biases_of_experts_keep_their_dtype(tmp_path):
-    """In a lower one, differences that choose experts are lost beside a large common part."""
+    """In lower precision, small differences that select experts are lost beside the biases' large common part."""
     source = write_stock(tmp_path / "source", "DeepseekV3")
     file, name = source / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors = load_file(file)
@@ -152,8 +152,8 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path):
 def test_tables_are_what_is_saved_and_cached(backbone, case, tmp_path):
     model = toys.mixed_model(backbone, toys.SHARED_ROTARY_CASES[case])
     cache = model(toys.tokens(batch=1, length=5)).past_key_values
-    held = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
-    assert cache_bytes(model.config, torch.float32) * 5 == held
+    cached = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert cache_bytes(model.config, torch.float32) * 5 == cached
     model.save_pretrained(tmp_path)
     saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert tensor_shapes(model.config) == saved

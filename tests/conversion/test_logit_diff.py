@@ -28,11 +28,11 @@ def changed(model, scale):
 
 def test_a_model_and_itself(tmp_path):
     model = streamed(tmp_path, toys.stock_model("Qwen3"))
-    found = compare(model, model, TOKENS)
-    assert found.greatest_logit_difference == found.mean_logit_difference == found.kl_divergence == 0
-    assert found.loss_before == found.loss_after
-    assert found.greedy_agreement == 1
-    assert (found.windows, found.window_length) == (3, 11)
+    report = compare(model, model, TOKENS)
+    assert report.greatest_logit_difference == report.mean_logit_difference == report.kl_divergence == 0
+    assert report.loss_before == report.loss_after
+    assert report.greedy_agreement == 1
+    assert (report.windows, report.window_length) == (3, 11)
 
 
 @pytest.mark.parametrize("positions", [4, 5, 128])
@@ -40,7 +40,7 @@ def test_a_model_and_itself(tmp_path):
 def test_figures_are_those_of_the_definitions(tmp_path, monkeypatch, positions):
     monkeypatch.setattr(compare_module, "POSITIONS", positions)
     one, other = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), -1.0)
-    found = compare(streamed(tmp_path / "one", one), streamed(tmp_path / "other", other), TOKENS)
+    report = compare(streamed(tmp_path / "one", one), streamed(tmp_path / "other", other), TOKENS)
     a, b = one(TOKENS).logits.double(), other(TOKENS).logits.double()
     p, q = a.log_softmax(-1), b.log_softmax(-1)
     losses = [functional.cross_entropy(x[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).item() for x in (a, b)]
@@ -58,22 +58,22 @@ def test_figures_are_those_of_the_definitions(tmp_path, monkeypatch, positions):
     assert expected["kl_divergence"] > 1e-4
     assert expected["greedy_agreement"] < 1
     for name, value in expected.items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+        assert getattr(report, name) == pytest.approx(value, rel=1e-4), name
 
 
 def test_a_larger_vocabulary_is_judged_by_the_sources(tmp_path):
     source, grown = toys.stock_model("Qwen2"), toys.stock_model("Qwen2")
     grown.resize_token_embeddings(70)
-    found = compare(streamed(tmp_path / "source", source), streamed(tmp_path / "grown", grown), TOKENS)
-    assert found.greatest_logit_difference < 1e-5
-    assert found.kl_divergence < 1e-9
-    assert found.greedy_agreement == 1
+    report = compare(streamed(tmp_path / "source", source), streamed(tmp_path / "grown", grown), TOKENS)
+    assert report.greatest_logit_difference < 1e-5
+    assert report.kl_divergence < 1e-9
+    assert report.greedy_agreement == 1
 
 
 def test_progress_counts_the_layers_of_both(tmp_path):
-    model, seen = streamed(tmp_path, toys.stock_model("Llama")), []
-    compare(model, model, TOKENS, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    model, steps = streamed(tmp_path, toys.stock_model("Llama")), []
+    compare(model, model, TOKENS, lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_a_model_that_computes_no_numbers_is_an_error(tmp_path):

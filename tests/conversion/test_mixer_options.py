@@ -8,7 +8,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.options import Options, read_mixers, read_recipe, split_argument, with_recipe
 
 FITTED = {"router": "two_stage", "gate": "binary", "shared_heads": 0}
-"""Of a mixture whose router is fitted, the default."""
+"""Options of a mixture whose router is fitted, which is the default."""
 LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3).layouts()
 
 
@@ -55,14 +55,14 @@ def test_arguments(argument, mixers):
 
 
 def test_groups_and_reordered_heads_are_refused():
-    asked = {"explicit": {"groups": 2}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
+    mixers = {"explicit": {"groups": 2}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
     with pytest.raises(ConversionError, match=r"groups=2 .*shared='calibrated'.*shared=first"):
-        read_mixers(asked, LAYOUTS)
+        read_mixers(mixers, LAYOUTS)
 
 
 def test_python_values_pass_unchanged():
-    given = {"explicit": {"key_heads": [1, 2, 4], "method": "svd"}, "mixture": {"active_heads": 8, "layers": [1]}}
-    request = read_mixers(given, LAYOUTS)
+    mixers = {"explicit": {"key_heads": [1, 2, 4], "method": "svd"}, "mixture": {"active_heads": 8, "layers": [1]}}
+    request = read_mixers(mixers, LAYOUTS)
     assert request.mixers["explicit"] == {"norm": False, "key_heads": [1, 2, 4]}
     assert request.mixers["mixture"]["layers"] == [1]
     assert request.choices == {"explicit": {"method": "svd"}, "mixture": {"method": "calibrated", "shared": "first"}}

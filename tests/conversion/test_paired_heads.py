@@ -38,7 +38,7 @@ def test_the_outputs_are_the_source_s(backbone, case, dtype, tmp_path):
 @pytest.mark.parametrize("case", ["version 2", "half values"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
 def test_training_moves_every_part(case, backbone, tmp_path):
-    """After one step the second heads have a gradient too."""
+    """All parameters have gradients in the second step; the second heads of pairs need one step to get theirs."""
     source = write_stock(tmp_path / "source", backbone)
     crosshead.convert(source, tmp_path / "made", {"differential": PAIRED[case]}, verify=False)
     model = getattr(crosshead, f"Crosshead{backbone}ForCausalLM").from_pretrained(tmp_path / "made")

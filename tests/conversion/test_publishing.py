@@ -1,4 +1,4 @@
-"""How the finished model gets to its place, whatever is there."""
+"""Publishing a finished model: existing targets, interruptions, mount points and folders without permission."""
 
 import errno
 import os
@@ -111,16 +111,16 @@ def test_files_that_are_not_the_models_stay(tmp_path):
 @pytest.mark.parametrize("moved", range(5))
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_moving_in_that_is_interrupted(tmp_path, monkeypatch, moved, kind):
-    """The folder is never a model that is made of two, and the next run for it finishes what was begun."""
+    """An interrupted replacement never leaves a mix of two models, and the next run for the target completes it."""
     target, done, replace = tmp_path / "out", [], os.replace
     old_model(tmp_path)
     fill(target, OTHERS)
 
-    def failing(path, place):
-        if len(done) == moved and os.path.dirname(place) == str(target):
+    def failing(path, destination):
+        if len(done) == moved and os.path.dirname(destination) == str(target):
             raise kind
-        done.append(place) if os.path.dirname(place) == str(target) else None
-        replace(path, place)
+        done.append(destination) if os.path.dirname(destination) == str(target) else None
+        replace(path, destination)
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ConversionError)) as caught:
         patch.setattr(work_folder.os, "replace", failing)
@@ -144,16 +144,16 @@ def test_killed_after_the_rename(tmp_path):
 
 @pytest.fixture
 def mounted(tmp_path, monkeypatch):
-    """A folder that looks like a mount point: it cannot be renamed, and no file be moved into it from outside."""
+    """A fake mount point: it cannot be renamed, and no file can be moved into it from outside."""
     target, rename = tmp_path / "out", os.rename
     target.mkdir()
     (target / "lost+found").mkdir()
 
-    def across(path, place):
-        inside = [target in (each, *each.parents) for each in (tmp_path / path, tmp_path / place)]
-        if target in (path, place) or inside[0] != inside[1]:
-            raise OSError(errno.EBUSY if target in (path, place) else errno.EXDEV, "across")
-        rename(path, place)
+    def across(path, destination):
+        inside = [target in (each, *each.parents) for each in (tmp_path / path, tmp_path / destination)]
+        if target in (path, destination) or inside[0] != inside[1]:
+            raise OSError(errno.EBUSY if target in (path, destination) else errno.EXDEV, "across")
+        rename(path, destination)
 
     monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(target))
     for name in ("rename", "replace"):
@@ -162,14 +162,14 @@ def mounted(tmp_path, monkeypatch):
 
 
 def test_mount_point(mounted, tmp_path, monkeypatch):
-    """Prepared inside it, so that the room of its own disk is what counts."""
-    places, usage = [], module.shutil.disk_usage
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: places.append(path) or usage(path))
+    """The work folder lies inside the mount point, so that the free space of its own disk counts."""
+    measured, usage = [], module.shutil.disk_usage
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: measured.append(path) or usage(path))
     stopped(mounted)
     assert names(mounted) == [".crosshead-partial", "lost+found"] and names(tmp_path) == ["out"]
     assert "--restart" in refusal(mounted, identity=TWO)
     assert run(mounted) == list(SHARDS)[2:]
-    assert set(places) == {mounted / ".crosshead-partial"}
+    assert set(measured) == {mounted / ".crosshead-partial"}
     assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found"])
     assert "--overwrite" in refusal(mounted)
     fill(mounted, OTHERS)
@@ -179,7 +179,7 @@ def test_mount_point(mounted, tmp_path, monkeypatch):
 
 
 def test_disks_whose_border_does_not_show(mounted, monkeypatch):
-    """Such as a folder bound to a place on the same disk: files are copied where they cannot be renamed."""
+    """E.g. a bind mount, which `ismount` does not recognise: files that cannot be renamed are copied."""
     monkeypatch.setattr(os.path, "ismount", lambda path: False)
     with atomic_output(mounted, ONE, False) as output:
         assert output.work.parent == mounted.parent

@@ -26,7 +26,7 @@ def saved(folder, model):
 
 
 def damage(folder):
-    """One tensor fewer, one more, one of another shape."""
+    """Rename one tensor of a checkpoint and change the shape of another one."""
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.extra"] = tensors.pop("model.layers.0.self_attn.o_proj.weight")
     tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 24)
@@ -47,12 +47,12 @@ def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
     model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
     logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
-    found = reload_check(tmp_path / "model", TOKENS, lambda: logits + 0.5)
+    report = reload_check(tmp_path / "model", TOKENS, lambda: logits + 0.5)
     generated = model.generate(TOKENS, max_new_tokens=reload.NEW_TOKENS, do_sample=False)[:, TOKENS.shape[1] :]
-    assert found.pop("greatest_logit_difference") == pytest.approx(0.5, abs=1e-5)
-    assert found.pop("continuations") == generated.tolist()
-    assert found.pop("texts") == [toy_tokenizer().decode(ids) for ids in generated]
-    assert found == SOUND | {"remote_code": True, "checked": "logits and text", "unloaded": []}
+    assert report.pop("greatest_logit_difference") == pytest.approx(0.5, abs=1e-5)
+    assert report.pop("continuations") == generated.tolist()
+    assert report.pop("texts") == [toy_tokenizer().decode(ids) for ids in generated]
+    assert report == SOUND | {"remote_code": True, "checked": "logits and text", "unloaded": []}
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == before
 
 
@@ -92,7 +92,7 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
             load_weights(AutoModelForCausalLM, tmp_path, {}),
             load_shapes(AutoModelForCausalLM, tmp_path, {}, shapes),
         )
-        return [tensor_report(found[1]) for found in loaded]
+        return [tensor_report(result[1]) for result in loaded]
 
     assert reports() == [SOUND, SOUND]
     damage(tmp_path)
@@ -101,7 +101,7 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
 
 @pytest.mark.clean_process
 def test_libraries_are_found_where_this_process_finds_them(tmp_path, monkeypatch):
-    """As with `pip install --user`, or on a cluster where PYTHONPATH leads to them."""
+    """Libraries from `pip install --user` or PYTHONPATH are importable in the new process, too."""
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "only_here.py").write_text("")
     worker = tmp_path / "worker.py"

@@ -1,4 +1,4 @@
-"""Heads in another order compute what they did, and the most used come first as far as groups allow."""
+"""Reordered heads compute the same outputs, and the most used heads come first as far as groups allow."""
 
 from itertools import permutations
 
@@ -10,7 +10,7 @@ from crosshead.conversion.compress.reorder_heads import HeadUse, most_used_first
 
 
 def best_by_trial(use, groups, shared):
-    """The greatest use of the first `shared` heads over every order that keeps groups whole."""
+    """Return the greatest total use of the first `shared` heads over all orders that keep groups together."""
     size = len(use) // groups
     best = 0.0
     for order in permutations(range(groups)):

@@ -50,7 +50,7 @@ def logits(folder):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """A stock checkpoint by its backbone, tie, size of files and dtype, with its tensors and logits; made once."""
+    """A cached function that writes a stock checkpoint and returns its folder, tensors and logits."""
 
     @cache
     def made(backbone, tied, shards, dtype):
@@ -85,7 +85,7 @@ def test_neutral_there_and_back(backbone, tied, shards, dtype, name, stock, tmp_
 
 
 LAID_OUT = {"fp32": (False, MANY_SHARDS), "fp16": (True, MANY_SHARDS), "bf16": (True, None)}
-"""Tied or not, and in how large files: all of them in turn."""
+"""Dtype -> whether the head is tied to the embedding, and the maximum shard size."""
 
 
 @pytest.mark.parametrize(("backbone", "name", "dtype"), oldest(grid(toys.BACKBONES, FOLDABLE, DTYPES)))
@@ -100,9 +100,9 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     write_model(model, tmp_path / "trained", size, DTYPES[dtype])
     crosshead.fold(tmp_path / "trained", tmp_path / "back", verify=False)
-    expected, found = logits(tmp_path / "trained"), logits(tmp_path / "back")
+    expected, result = logits(tmp_path / "trained"), logits(tmp_path / "back")
     rounding = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 1e-1}[dtype]
-    assert (found - expected).norm() <= rounding * expected.norm()
+    assert (result - expected).norm() <= rounding * expected.norm()
     content = json.loads((tmp_path / "back" / "config.json").read_text())
     assert content["model_type"] == toys.STOCK[backbone][0].model_type
     assert not {"mixers", "auto_map"} & content.keys()
@@ -115,10 +115,10 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
 
 @pytest.mark.parametrize("router", first(["two_stage", "query_norm"]))
 def test_a_mixture_with_heads_off(router, tmp_path):
-    """Not neutral: it needs training, and cannot go back."""
+    """Not neutral: the model needs training and cannot be folded."""
     source = write_stock(tmp_path / "source")
-    asked = {"mixture": {"active_heads": 3, "shared_heads": 1, "router": router}}
-    report = crosshead.convert(source, tmp_path / "made", asked)
+    mixers = {"mixture": {"active_heads": 3, "shared_heads": 1, "router": router}}
+    report = crosshead.convert(source, tmp_path / "made", mixers)
     assert report["tolerance"] is None and report["verification"]["kl_divergence"] > 1e-4
     assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-5
     created = {name.rpartition("mixture.")[2] for name in tensors(tmp_path / "made") if ".mixers." in name}
@@ -131,10 +131,10 @@ def test_a_mixture_with_heads_off(router, tmp_path):
 def test_another_dtype(dtype, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype=dtype, verify=False)
-    wanted = getattr(torch, dtype)
+    expected = getattr(torch, dtype)
     before, made = tensors(source), tensors(tmp_path / "made")
-    assert all(torch.equal(made[name], before[name].to(wanted)) for name in before)
-    assert {tensor.dtype for tensor in made.values()} == {wanted}
+    assert all(torch.equal(made[name], before[name].to(expected)) for name in before)
+    assert {tensor.dtype for tensor in made.values()} == {expected}
     assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == dtype
     assert report["tolerance"]["divergence"] > 1e-5
 
@@ -145,7 +145,7 @@ SCALINGS = {"plain": None, "stretched": STRETCHED | {"rope_type": "llama3"}}
 
 @pytest.mark.parametrize(("backbone", "scaling"), grid(toys.BACKBONES, SCALINGS, strength=1))
 def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scaling, tmp_path):
-    """Which else takes defaults, and the model speaks nonsense: 4.57 was tried on folders such as these."""
+    """Otherwise transformers 4 (tested: 4.57) would use default RoPE settings, and the model would fail."""
     source = write_stock(tmp_path / "source", backbone)
     content = json.loads((source / "config.json").read_text())
     older = {"rope_theta": 500000.0} | ({"rope_scaling": SCALINGS[scaling]} if SCALINGS[scaling] else {})
@@ -158,8 +158,8 @@ def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scalin
         crosshead.convert(folder, tmp_path / name, {"explicit": {}}, verify=False)
         folder = tmp_path / f"{name}-back"
         crosshead.fold(tmp_path / name, folder, verify=False)
-        said = json.loads((folder / "config.json").read_text())
-        assert {key: said.get(key) for key in (*older, "rope_scaling")} == {"rope_scaling": None} | older
+        folded = json.loads((folder / "config.json").read_text())
+        assert {key: folded.get(key) for key in (*older, "rope_scaling")} == {"rope_scaling": None} | older
         assert torch.equal(logits(folder), logits(source))
 
 

@@ -36,9 +36,9 @@ def write_index(folder, files):
 def check_reads(store, tensors):
     assert set(store.entries) == set(tensors)
     for name, tensor in tensors.items():
-        found = store.read(name)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+        result = store.read(name)
+        assert result.dtype == tensor.dtype
+        assert torch.equal(result, tensor)
         raw = b"".join(bytes(chunk) for chunk in store.chunks(name))
         assert raw == tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
@@ -178,9 +178,9 @@ def test_broken_file(tmp_path, header, data, message):
         (tmp_path / WEIGHTS).write_bytes(header)
     else:
         write(tmp_path / WEIGHTS, header, b"\0" * data)
-    said = refusal(tmp_path)
-    assert re.search(message, said), said
-    assert str(tmp_path / WEIGHTS) in said
+    error = refusal(tmp_path)
+    assert re.search(message, error), error
+    assert str(tmp_path / WEIGHTS) in error
 
 
 FIRST = "model-00001-of-00002.safetensors"
@@ -208,8 +208,8 @@ BROKEN_INDEXES = {
 def test_broken_index(tmp_path, content, message):
     write_sharded(tmp_path)
     (tmp_path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
-    said = refusal(tmp_path)
-    assert re.search(message, said), said
+    error = refusal(tmp_path)
+    assert re.search(message, error), error
 
 
 def test_tensor_in_two_shards(tmp_path):

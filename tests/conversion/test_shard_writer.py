@@ -47,12 +47,12 @@ def entries(tensors):
 
 def test_the_library_reads_it(tmp_path):
     digests = write_shard(tmp_path / WEIGHTS, items(TENSORS))
-    found = load_file(tmp_path / WEIGHTS)
-    assert found.keys() == digests.keys() == TENSORS.keys()
+    loaded = load_file(tmp_path / WEIGHTS)
+    assert loaded.keys() == digests.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-        assert found[name].data_ptr() % tensor.itemsize == 0
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].data_ptr() % tensor.itemsize == 0
     assert (tmp_path / WEIGHTS).stat().st_size == shard_size(entries(TENSORS))
 
 
@@ -97,12 +97,12 @@ def test_index_as_the_library_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "place"),
+    ("value", "dtype", "index"),
     grid([float("nan"), float("inf"), float("-inf")], DTYPE_NAMES, [0, CHUNK, -1], strength=1),
 )
-def test_a_broken_value_is_found(tmp_path, value, dtype, place):
+def test_a_broken_value_is_found(tmp_path, value, dtype, index):
     tensor = torch.zeros(2 * CHUNK + 1, dtype=dtype)
-    tensor[place] = value
+    tensor[index] = value
     with pytest.raises(ConversionError, match=rf"'a\.weight'.*{value}"):
         write_shard(tmp_path / WEIGHTS, items({"a.weight": tensor}))
 
@@ -143,14 +143,14 @@ def test_error_of_a_producer_comes_through(tmp_path):
 def test_intact(tmp_path):
     file = tmp_path / WEIGHTS
     digests = write_shard(file, items(TENSORS))
-    whole, wanted = file.read_bytes(), entries(TENSORS)
-    assert is_intact(file, wanted, digests)
-    assert not is_intact(file, wanted, {**digests, "long": "00000000"})
-    assert not is_intact(file, wanted, {})
-    assert not is_intact(file, wanted[:-1], digests)
-    for place in (20, len(whole) - 1, len(whole) // 2):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert not is_intact(file, wanted, digests)
+    whole, expected = file.read_bytes(), entries(TENSORS)
+    assert is_intact(file, expected, digests)
+    assert not is_intact(file, expected, {**digests, "long": "00000000"})
+    assert not is_intact(file, expected, {})
+    assert not is_intact(file, expected[:-1], digests)
+    for position in (20, len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        assert not is_intact(file, expected, digests)
     for damaged in (whole[:-1], whole + b"\0", b""):
         file.write_bytes(damaged)
-        assert not is_intact(file, wanted, digests)
+        assert not is_intact(file, expected, digests)

@@ -170,8 +170,8 @@ def test_a_gguf_file(gguf, tmp_path, whole_folder):
 def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
     import gguf_toys
 
-    said = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
-    gguf_toys.write_model(gguf, gguf_toys.model("Llama"), "Llama", **said)
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
+    gguf_toys.write_model(gguf, gguf_toys.model("Llama"), "Llama", **metadata)
     source = open_source(gguf, scratch=tmp_path / "scratch")
     tokenizer = AutoTokenizer.from_pretrained(source.files[0].parent)
     assert tokenizer("ab").input_ids == [0] * first + [5]

@@ -61,9 +61,9 @@ def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case
 def test_layers_with_a_sliding_window(tmp_path, backbone, mixers):
     saved(tmp_path / "window", backbone, mixers, **WINDOW)
     saved(tmp_path / "full", backbone, mixers)
-    found = logits(streamed(tmp_path / "window"))
-    assert torch.equal(found, expected(tmp_path / "window"))
-    assert not torch.equal(found, logits(streamed(tmp_path / "full")))
+    windowed = logits(streamed(tmp_path / "window"))
+    assert torch.equal(windowed, expected(tmp_path / "window"))
+    assert not torch.equal(windowed, logits(streamed(tmp_path / "full")))
 
 
 def test_experts_beside_dense_layers(tmp_path):
@@ -99,16 +99,16 @@ def test_run_takes_one_sequence_at_a_time(tmp_path):
 
 def test_a_hook_sees_what_attention_is_given(tmp_path):
     saved(tmp_path, "Qwen3", {"knocking": {}})
-    model, seen = streamed(tmp_path), []
+    model, calls = streamed(tmp_path), []
 
     def hook(attention, args, inputs):
-        seen.append((inputs["hidden_states"].shape, inputs["position_embeddings"][0].shape, attention.layer_idx))
+        calls.append((inputs["hidden_states"].shape, inputs["position_embeddings"][0].shape, attention.layer_idx))
 
     hidden = model.embed(TOKENS)
     for _, layer in model.layers():
         layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
         hidden = model.call(layer, hidden)
-    assert seen == [((3, 11, 24), (1, 11, 8), layer) for layer in range(2)]
+    assert calls == [((3, 11, 24), (1, 11, 8), layer) for layer in range(2)]
 
 
 def test_one_layer_at_a_time_has_weights_and_none_afterwards(tmp_path):

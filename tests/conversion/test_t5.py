@@ -1,4 +1,4 @@
-"""Conversions of T5: neutral ones, back again, by part, fitted routers, checkpoints as on the Hub, and refusals."""
+"""Conversions of T5: round trips, options per part, fitted routers, old Hub checkpoints, and refused requests."""
 
 import json
 
@@ -50,13 +50,13 @@ def outputs(folder, task=GENERATES):
     model = getattr(transformers, AUTO[task]).from_pretrained(folder, **options).eval()
     inputs = {"input_ids": toys.tokens()} | ({} if task == "EncoderModel" else {"decoder_input_ids": ANSWER})
     with torch.no_grad():
-        found = model(**inputs)
-    return found["logits" if task == GENERATES else "last_hidden_state"]
+        result = model(**inputs)
+    return result["logits" if task == GENERATES else "last_hidden_state"]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A T5 whose decoder has more layers than its encoder, and a text."""
+    """A T5 checkpoint with more decoder layers than encoder layers; `words.txt` lies beside it."""
     folder = tmp_path_factory.mktemp("t5")
     (folder / "words.txt").write_text(WORDS)
     return write_t5(folder / "source", num_decoder_layers=3)
@@ -96,13 +96,13 @@ def test_trained_weights_fold_into_the_projections(source, tmp_path):
     write_model(model, tmp_path / "trained")
     report = crosshead.fold(tmp_path / "trained", tmp_path / "back")
     assert report["verification"]["must_equal"] and report["counts"]["rewritten"] == 3 * 8
-    expected, found = outputs(tmp_path / "trained"), outputs(tmp_path / "back")
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
-    assert (found - outputs(source)).norm() > 1e-2 * expected.norm()
+    expected, result = outputs(tmp_path / "trained"), outputs(tmp_path / "back")
+    assert (result - expected).norm() <= 1e-5 * expected.norm()
+    assert (result - outputs(source)).norm() > 1e-2 * expected.norm()
 
 
 def test_streaming_gives_the_models_logits(source):
-    """Each half of a window is read by one stack; the decoder's half begins with its start token."""
+    """The encoder reads the first half of a window; the decoder reads its start token and the second half."""
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(source, attn_implementation="eager").eval()
     tokens = toys.tokens(length=11)
     answer = torch.cat([torch.zeros(2, 1, dtype=torch.long), tokens[:, 6:]], dim=1)
@@ -196,7 +196,7 @@ def test_bilinear_starts_at_the_source(source, tmp_path):
 
 
 def test_a_checkpoint_as_the_first_ones_on_the_hub(source, tmp_path):
-    """Embeddings stored four times, and a position bias of cross-attention, which no class has."""
+    """Old checkpoints store the embedding four times, and a cross-attention position bias that no class has."""
     folder = write_t5(tmp_path / "source", num_decoder_layers=3)
     state, bias = tensors(source), "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tied = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")

@@ -50,14 +50,14 @@ def test_all_windows_are_taken_where_there_are_no_more():
 
 def test_of_a_long_text_only_pieces_are_tokenised():
     text = "x " * 100_000 + words(60)
-    seen = []
+    texts = []
 
     def spy(text, **options):
-        seen.append(text)
+        texts.append(text)
         return toy_tokenizer()(text, **options)
 
     assert windows(spy, text, 8, 3, 61).shape == (3, 8)
-    assert len(seen[0]) == 3 * 8 * 32
+    assert len(texts[0]) == 3 * 8 * 32
 
 
 def test_a_short_text_gives_a_shorter_window_or_an_error():

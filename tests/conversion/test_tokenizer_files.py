@@ -1,4 +1,4 @@
-"""The tokenizer of a converted folder: it says nothing of who loaded it before, and needs none of our code."""
+"""Tokenizer files of a converted folder hold no arguments of earlier loads and load without crosshead."""
 
 import json
 import subprocess
@@ -21,26 +21,26 @@ print(AutoTokenizer.from_pretrained(sys.argv[1], {options})("ab").input_ids)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """From a source whose tokenizer was loaded and saved again."""
-    place = tmp_path_factory.mktemp("made")
-    source = write_stock(place / "source")
+    """A conversion of a source whose tokenizer was loaded and saved again."""
+    folder = tmp_path_factory.mktemp("made")
+    source = write_stock(folder / "source")
     AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(source)
     assert json.loads((source / "tokenizer_config.json").read_text())["local_files_only"]
-    crosshead.convert(source, place / "model", {"gating": {}}, verify=False)
-    return place / "model"
+    crosshead.convert(source, folder / "model", {"gating": {}}, verify=False)
+    return folder / "model"
 
 
 def test_settings_say_nothing_of_the_loader(made, tmp_path):
-    said = json.loads((made / "tokenizer_config.json").read_text())
+    settings = json.loads((made / "tokenizer_config.json").read_text())
     before = json.loads((made.parent / "source" / "tokenizer_config.json").read_text())
-    assert said == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
+    assert settings == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"X"}')
     remove_loading_arguments(tmp_path)
     assert (tmp_path / "tokenizer_config.json").read_text() == '{"tokenizer_class":"X"}'
 
 
 def test_code_of_the_tokenizer_is_not_named(tmp_path):
-    """It is not copied, so that nothing could load by its name."""
+    """The tokenizer's code is not copied, so the settings must not name it."""
     source = write_stock(tmp_path / "source")
     path = source / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own_tokens.OwnTokens", None]}}
@@ -74,7 +74,7 @@ def test_licences_are_copied(name, tmp_path):
 
 @pytest.mark.parametrize(("options", "asks"), [("trust_remote_code=False", False), ("", True)])
 def test_it_loads_where_nobody_trusts_the_code(made, options, asks):
-    """Without a word on trust, transformers asks because of the model's code, and goes on where nobody answers."""
+    """Without trust_remote_code, transformers asks because of the model's code, and continues without an answer."""
     command = [sys.executable, "-P", "-c", CLEAN.format(options=options), str(made)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[1, 2]\n") and ("[y/N]" in done.stdout) is asks

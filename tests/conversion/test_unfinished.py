@@ -1,4 +1,4 @@
-"""What a run leaves that fails or is stopped, and what the next one makes of it."""
+"""Runs that fail or are interrupted: the files that they leave, and how the next run continues."""
 
 import errno
 import json
@@ -97,7 +97,7 @@ def test_restart_of_the_same_conversion(tmp_path):
 
 
 def test_another_conversion_goes_on_where_nothing_was_finished(tmp_path):
-    """A process that is killed leaves its journal."""
+    """A killed process leaves a journal without finished files."""
     work = tmp_path / ".out.crosshead-partial"
     (work / "model").mkdir(parents=True)
     (work / "journal.json").write_text(json.dumps({"identity": TWO, "finished": {}}))
@@ -160,9 +160,9 @@ def test_disk_full_meanwhile(tmp_path):
 @pytest.mark.parametrize("name", ["a", "b", ".out.crosshead-partial", "lock", ".journal.json.partial", "model"])
 def test_disk_full_at_the_start_leaves_nothing(tmp_path, monkeypatch, name):
     def without_room(make, begins=False):
-        def made(path, *given, **options):
+        def made(path, *arguments, **options):
             if Path(path).name != name:
-                return make(path, *given, **options)
+                return make(path, *arguments, **options)
             if begins:
                 Path(path).touch()
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""Verification tells a wrong conversion from a right one, whatever the model's size and number format."""
+"""Verification tells a wrong conversion from a right one, whatever the model's size and dtype."""
 
 import json
 
@@ -25,12 +25,12 @@ CALIBRATED = {"mixture": {"active_heads": "100%", "shared_heads": 1, "shared": "
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """Without the process that loads the result elsewhere, which takes seconds."""
+    """Skip the reload in a new process, which takes seconds."""
     monkeypatch.setattr(verify, "reload_check", lambda *arguments: {})
 
 
 def trained(folder, mixers, dtype, **changes):
-    """A model whose mechanisms are no longer as they started."""
+    """Write a model whose mechanisms have moved from their initial values."""
     write_stock(folder / "stock", **changes)
     crosshead.convert(folder / "stock", folder / "made", mixers, verify=False)
     model = AutoModelForCausalLM.from_pretrained(folder / "made")
@@ -46,10 +46,10 @@ def test_every_tensor_is_accounted_for(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe", MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}})
     measured = report["verification"]
-    held = sum(report["counts"][action] for action in ("copied", "rewritten", "created"))
-    assert measured["tensors"] == {"expected": held, "missing": 0, "unexpected": 0}
-    found = dict.fromkeys(("missing", "unexpected", "mismatched", "errors", "unloaded"), 0)
-    assert measured["reload"]["tensors"] == found
+    total = sum(report["counts"][action] for action in ("copied", "rewritten", "created"))
+    assert measured["tensors"] == {"expected": total, "missing": 0, "unexpected": 0}
+    expected = dict.fromkeys(("missing", "unexpected", "mismatched", "errors", "unloaded"), 0)
+    assert measured["reload"]["tensors"] == expected
     assert measured["reload"]["checked"] == "logits and text"
     assert measured["must_equal"]
     assert json.loads((tmp_path / "made" / "conversion.json").read_text())["verification"] == measured
@@ -58,33 +58,33 @@ def test_every_tensor_is_accounted_for(tmp_path):
 def test_a_model_too_large_for_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
-    monkeypatch.setattr(verify, "final_logits", None)  # which would read all of it once more
+    monkeypatch.setattr(verify, "final_logits", None)  # it would read the whole model once more
     measured = crosshead.convert(source, tmp_path / "made", {"knocking": {}})["verification"]
     assert measured["greatest_logit_difference"] == 0
-    found = dict.fromkeys(("missing", "unexpected", "mismatched", "errors"), 0)
-    assert measured["reload"] == {"remote_code": True, "checked": "names and shapes", "tensors": found}
+    expected = dict.fromkeys(("missing", "unexpected", "mismatched", "errors"), 0)
+    assert measured["reload"] == {"remote_code": True, "checked": "names and shapes", "tensors": expected}
 
 
 def test_work_grows_as_the_tensors_do(tmp_path, monkeypatch):
-    """Large mixtures of experts have tens of thousands, and hundreds of thousands of pieces."""
+    """Large mixtures of experts have tens of thousands of tensors in hundreds of thousands of chunks."""
     sizes, counted = [], Entry.size
     monkeypatch.setattr(Entry, "size", property(lambda entry: sizes.append(entry) or counted.fget(entry)))
-    looks = []
+    reads = []
     for experts in (8, 32):
         source = write_stock(tmp_path / f"{experts}", "Qwen3Moe", num_experts=experts)
         sizes.clear()
         report = crosshead.convert(source, tmp_path / f"{experts}-made", {"knocking": {}}, verify=False)
-        looks.append(len(sizes) / len(report["tensors"]))
-    assert looks[1] < 1.5 * looks[0]
+        reads.append(len(sizes) / len(report["tensors"]))
+    assert reads[1] < 1.5 * reads[0]
 
 
 def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
     source = write_stock(tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
-    told = []
+    steps = []
     with pytest.raises(ConversionError, match="tokenizer"):
-        crosshead.convert(source, tmp_path / "made", {"knocking": {}}, progress=lambda *done: told.append(done))
-    assert told == []
+        crosshead.convert(source, tmp_path / "made", {"knocking": {}}, progress=lambda *done: steps.append(done))
+    assert steps == []
 
 
 def wrong_start(monkeypatch):
@@ -92,7 +92,7 @@ def wrong_start(monkeypatch):
     monkeypatch.setattr(
         convert_layers,
         "starting_values",
-        lambda *given: {name: 1.001 * value for name, value in right(*given).items()},
+        lambda *arguments: {name: 1.001 * value for name, value in right(*arguments).items()},
     )
 
 
@@ -146,7 +146,7 @@ def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypat
     model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
-    monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *given: None, rule)})
+    monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *arguments: None, rule)})
     with pytest.raises(ConversionError, match="KL"):
         crosshead.fold(model, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
@@ -158,7 +158,7 @@ def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
     assert measured["must_equal"]
     share = measured["greatest_logit_difference"] / measured["largest_logit"]
-    assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # a token that goes to another expert
+    assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # rounding sends a token to another expert
 
 
 def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):
@@ -224,9 +224,9 @@ def test_a_damaged_record_is_an_error(unloaded, tmp_path, content):
 def test_progress_tells_of_the_bytes_that_are_checked(unloaded, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
-    told = []
-    crosshead.verify(source, tmp_path / "made", progress=lambda *done: told.append(done))
-    checked = [done for stage, *done in told if stage == "checking"]
+    steps = []
+    crosshead.verify(source, tmp_path / "made", progress=lambda *done: steps.append(done))
+    checked = [done for stage, *done in steps if stage == "checking"]
     assert checked == sorted(checked)
     assert checked[-1][0] == checked[-1][1] > 0
     assert len(checked) == report["counts"]["copied"] + len(report["tensors"])

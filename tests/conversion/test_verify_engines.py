@@ -17,11 +17,11 @@ MIXERS = {"explicit": {"norm": False, "key_heads": 1, "value_heads": 1}}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    place = tmp_path_factory.mktemp("engines")
-    write_model(toys.mixed_model("Llama", MIXERS), place / "model")
-    characters().save_pretrained(place / "model")
-    crosshead.fold(place / "model", place / "folded", keep_cache=True, verify=False)
-    return place / "model", place / "folded"
+    folder = tmp_path_factory.mktemp("engines")
+    write_model(toys.mixed_model("Llama", MIXERS), folder / "model")
+    characters().save_pretrained(folder / "model")
+    crosshead.fold(folder / "model", folder / "folded", keep_cache=True, verify=False)
+    return folder / "model", folder / "folded"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PREFIX = "model.layers.{}.self_attn."
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    """What is folded does not depend on how good it is."""
+    """Few fitting steps: no test here depends on the quality of the fit."""
     for name in ("KEY_STEPS", "VALUE_STEPS"):
         monkeypatch.setattr(aligned_keys, name, 8)
 
@@ -43,12 +43,12 @@ def layer_tensors(model, layer):
 
 
 def calibrated(model, length=40):
-    """Statistics of every layer."""
+    """Return the calibration statistics of every layer."""
     statistics = [HeadStatistics(layout) for layout in layouts(model)]
-    for layer, of_layer in zip(model.model.layers, statistics, strict=True):
+    for layer, layer_statistics in zip(model.model.layers, statistics, strict=True):
 
-        def observe(attention, args, inputs, of_layer=of_layer):
-            of_layer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
+        def observe(attention, args, inputs, layer_statistics=layer_statistics):
+            layer_statistics.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
 
         layer.self_attn.register_forward_pre_hook(observe, with_kwargs=True)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def calibrated(model, length=40):
 
 
 def with_output(statistics, counts):
-    """The same statistics, with something to be added to the output projection."""
+    """Return the statistics with a random change of the output projection."""
     heads = ComponentHeads(statistics.layout, counts)
     shape = heads.shapes_of_solved(biased=False)[heads.output_name]
     change = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -67,14 +67,14 @@ def with_output(statistics, counts):
 
 
 def changed_model(model, make, counts, method, mixers=None, fitted=False):
-    """The model with the tensors of every layer made anew: a stock one, or with `mixers` one of ours."""
+    """Return a stock model with every layer's tensors rewritten by `make`, or a mixed model if `mixers` is given."""
     tensors = dict(model.state_dict())
     statistics = calibrated(model) if method == "aligned" else [None] * len(model.model.layers)
     for index, layout in enumerate(layouts(model)):
-        prefix, seen = PREFIX.format(index), statistics[index]
-        if counts.fewest < HEADS and seen is not None and fitted:
-            seen = with_output(seen, counts)
-        new = make(ComponentHeads(layout, counts, method), layer_tensors(model, index), seen)
+        prefix, layer_statistics = PREFIX.format(index), statistics[index]
+        if counts.fewest < HEADS and layer_statistics is not None and fitted:
+            layer_statistics = with_output(layer_statistics, counts)
+        new = make(ComponentHeads(layout, counts, method), layer_tensors(model, index), layer_statistics)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
         tensors |= {prefix + name: tensor for name, tensor in new.items()}
     backbone = backbone_of(model)
@@ -138,14 +138,14 @@ def test_names_are_those_that_change(backbone, method):
         differ = {
             n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
         }
-        kept = {f"mixers.explicit.{side}.weight" for side, n in counts.sides.items() if n == HEADS}
-        assert names == differ - kept
-        assert all(torch.equal(new[name], torch.eye(HEADS).double()) for name in kept)
+        identity = {f"mixers.explicit.{side}.weight" for side, n in counts.sides.items() if n == HEADS}
+        assert names == differ - identity
+        assert all(torch.equal(new[name], torch.eye(HEADS).double()) for name in identity)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_svd_is_appendix_f(count):
-    """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
+    """Method svd equals appendix F, computed with its shapes: a matrix (Dim, H d), viewed as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
     new = ComponentHeads(layouts(model)[0], Counts(count, count), "svd").rewrite(tensors, None)
@@ -166,15 +166,15 @@ def test_svd_is_appendix_f(count):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(backbone):
     model, other, order = toy(backbone), toy(backbone), [0, 3, 1, 2]
-    queries = [2 * head + place for head in order for place in (0, 1)]
+    queries = [2 * head + offset for head in order for offset in (0, 1)]
     for index, layout in enumerate(layouts(model)):
         reordered = reorder(layer_tensors(model, index), queries, layout)
         other.model.layers[index].self_attn.load_state_dict(reordered)
     torch.testing.assert_close(logits(other), logits(model))
     statistics, layout, tensors = calibrated(model)[1], layouts(model)[1], layer_tensors(model, 1)
     counts, consecutive = Counts(2, 4, 2, reorders=True), Counts(2, 4, 2)
-    held = HeadStatistics(layout, statistics.sums | {"order.2x4.2groups.reordered": torch.tensor(order)})
-    new = ComponentHeads(layout, counts).rewrite(tensors, held)
+    ordered = HeadStatistics(layout, statistics.sums | {"order.2x4.2groups.reordered": torch.tensor(order)})
+    new = ComponentHeads(layout, counts).rewrite(tensors, ordered)
     expected = ComponentHeads(layout, consecutive).rewrite(layer_tensors(other, 1), calibrated(other)[1])
     for name, tensor in expected.items():
         torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-7)
@@ -183,7 +183,7 @@ def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(back
 
 
 def test_heads_that_are_alike_share_a_group():
-    """Their keys and values differ by maps that the layer absorbs, and some noise."""
+    """Heads whose keys and values differ only by maps that the layer absorbs, and some noise, share a group."""
     model = toy("Llama")
     for layer in model.model.layers:
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -224,15 +224,15 @@ def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatc
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
     expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
-    found = ComponentHeads(layout, counts).solved(statistics)
+    result = ComponentHeads(layout, counts).solved(statistics)
     shapes = ComponentHeads(layout, counts).shapes_of_solved(biased=backbone == "Qwen2")
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+    assert {name: tuple(tensor.shape) for name, tensor in result.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith(("output", "fitted"))
     }
-    assert len(found) == 2 * len(FRAME) + counts.reorders
-    held = HeadStatistics(layout, statistics.sums | found)
+    assert len(result) == 2 * len(FRAME) + counts.reorders
+    extended = HeadStatistics(layout, statistics.sums | result)
     monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
-    again = ComponentHeads(layout, counts).rewrite(tensors, held)
+    again = ComponentHeads(layout, counts).rewrite(tensors, extended)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 

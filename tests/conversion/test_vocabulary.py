@@ -1,4 +1,4 @@
-"""New rows are the mean of the old ones, whatever the pieces the old ones come in."""
+"""The new rows of a larger vocabulary are the mean of the old ones, whatever the sizes of the chunks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from crosshead.conversion.writing.writer import check_vocabulary, grown
 
 
 class PieceStore:
-    """One matrix, handed out in pieces that do not end where rows end."""
+    """A store of one matrix that yields chunks of `piece` bytes, which need not end at the end of a row."""
 
     def __init__(self, matrix, dtype, piece):
         self.matrix, self.piece = matrix.to(DTYPES[dtype]), piece

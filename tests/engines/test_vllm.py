@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU generates with our models as transformers does: `make test-vllm` sets it up and runs this."""
+"""vLLM on the CPU generates the same with our models as transformers; `make test-vllm` installs it and runs this."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from vllm_models import CASES, REFUSED, SPLIT, write_model
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
 TOLERANCE = 1e-3
-"""Of a log-probability."""
+"""Maximum absolute error of a log-probability."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +23,7 @@ RUNS = [(name, mode, 1) for name in CASES for mode in ("eager", "compiled")] + [
 
 
 def run(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """vLLM in a process of its own, outside the repository and without crosshead."""
+    """Run vllm_worker.py in vLLM's environment, outside the repository and without crosshead."""
     worker = Path(__file__).with_name("vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
@@ -42,10 +42,10 @@ def test_same_tokens_and_probabilities(name: str, mode: str, processes: int, tmp
     done = run(tmp_path / name, mode, processes)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
-    for ours, wanted in zip(found, json.loads((tmp_path / name / "expected.json").read_text()), strict=True):
-        assert ours["tokens"] == wanted["tokens"]
-        assert ours["logprobs"] == pytest.approx(wanted["logprobs"], abs=TOLERANCE)
+    results: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
+    for ours, expected in zip(results, json.loads((tmp_path / name / "expected.json").read_text()), strict=True):
+        assert ours["tokens"] == expected["tokens"]
+        assert ours["logprobs"] == pytest.approx(expected["logprobs"], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""`crosshead eval --backend vllm` scores as transformers does: `make test-vllm` sets vLLM up and runs this."""
+"""`crosshead eval --backend vllm` gives the scores of transformers; `make test-vllm` installs vLLM and runs this."""
 
 import json
 import os
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of a folded model in vLLM's own Llama, and of the model with remote code."""
+    """A folded model runs in vLLM's own Llama class, and the unfolded model with remote code."""
     model, folded = tmp_path / "model", tmp_path / "folded"
     write_scorable(toys.mixed_model("Llama", MIXERS, max_position_embeddings=1024, **SIZES), model)
     crosshead.fold(model, folded, keep_cache=True, verify=False)
@@ -44,8 +44,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
     report = json.loads((tmp_path / "eval.json").read_text())
     assert report["backend"] == "vllm"
-    for found, wanted in zip(report["models"], expected["models"], strict=True):
-        assert (found["dtype"], found["parameters"]) == ("float32", wanted["parameters"])
-        assert [row["score"] for row in found["scores"]] == pytest.approx(
-            [row["score"] for row in wanted["scores"]], rel=1e-2
+    for scored, reference in zip(report["models"], expected["models"], strict=True):
+        assert (scored["dtype"], scored["parameters"]) == ("float32", reference["parameters"])
+        assert [row["score"] for row in scored["scores"]] == pytest.approx(
+            [row["score"] for row in reference["scores"]], rel=1e-2
         )

@@ -1,4 +1,4 @@
-"""Small models with mechanisms, with the greedy tokens and log-probabilities that transformers gives for prompts."""
+"""Small models with mechanisms, and the greedy tokens and log-probabilities that transformers computes for them."""
 
 import json
 from pathlib import Path
@@ -48,10 +48,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "talking": ("llama", {"talking": {}}),
     "differential": ("llama", {"differential": {}}),
 }
+"""Models that vLLM must reject with a message."""
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Write a model with random weights, and `expected.json`."""
+    """Write a model with random weights and, for a case in CASES, `expected.json`."""
     backbone, mixers = (CASES | REFUSED)[name]
     torch.manual_seed(0)
     config = BACKBONES_BY_NAME[backbone](**SHAPE, mixers=mixers)
@@ -66,7 +67,7 @@ def write_model(name: str, folder: Path) -> None:
 
 @torch.no_grad()
 def expected(model: Any, prompt: list[int]) -> dict[str, Any]:
-    """The greedy tokens after a prompt, and the log-probability of each token but the first."""
+    """The greedy tokens after a prompt, and the log-probabilities of all prompt and new tokens except the first."""
     ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
     logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
     return {"prompt": prompt, "tokens": ids[0, len(prompt) :].tolist(), "logprobs": logprobs.tolist()}

@@ -1,6 +1,8 @@
-"""Runs in vLLM's environment: generates for the prompts of a folder's expected.json, and prints what vLLM gives.
+"""Generates with vLLM for the prompts in expected.json of a model folder, and prints the results.
 
-python vllm_worker.py MODEL eager|compiled PROCESSES
+Runs in the environment of vLLM.
+
+usage: python vllm_worker.py MODEL eager|compiled PROCESSES
 """
 
 import json
@@ -21,7 +23,7 @@ if sys.argv[3:] == ["1"]:
 
 
 def main(model: str, mode: str, processes: str) -> None:
-    """One line of JSON: tokens and log-probabilities of each prompt."""
+    """Print `RESULT ` and a JSON list with tokens and log-probabilities per prompt, on one line."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -36,25 +38,29 @@ def main(model: str, mode: str, processes: str) -> None:
         tensor_parallel_size=int(processes),
         enable_prefix_caching=False,
     )
-    wanted = json.loads(Path(model, "expected.json").read_text())
+    expected = json.loads(Path(model, "expected.json").read_text())
     sampling = SamplingParams(
         temperature=0,
-        max_tokens=len(wanted[0]["tokens"]),
+        max_tokens=len(expected[0]["tokens"]),
         logprobs=1,
         prompt_logprobs=1,
         detokenize=False,
         ignore_eos=True,
     )
-    results = engine.generate([{"prompt_token_ids": each["prompt"]} for each in wanted], sampling)
-    print("RESULT " + json.dumps([found(result) for result in results]))
+    results = engine.generate([{"prompt_token_ids": case["prompt"]} for case in expected], sampling)
+    print("RESULT " + json.dumps([result_of(result) for result in results]))
 
 
-def found(result: Any) -> dict[str, Any]:
-    """The tokens, and the log-probability of each token of the prompt but the first, and of each new one."""
+def result_of(result: Any) -> dict[str, Any]:
+    """The new tokens, and the log-probabilities of all prompt and new tokens except the first."""
     tokens = list(result.outputs[0].token_ids)
     prompt_tokens = result.prompt_token_ids
-    prompt = [each[token].logprob for each, token in zip(result.prompt_logprobs, prompt_tokens, strict=True) if each]
-    new = [each[token].logprob for each, token in zip(result.outputs[0].logprobs, tokens, strict=True)]
+    prompt = [
+        logprobs[token].logprob
+        for logprobs, token in zip(result.prompt_logprobs, prompt_tokens, strict=True)
+        if logprobs
+    ]
+    new = [logprobs[token].logprob for logprobs, token in zip(result.outputs[0].logprobs, tokens, strict=True)]
     return {"tokens": tokens, "logprobs": prompt + new}
 
 

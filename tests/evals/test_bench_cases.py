@@ -1,6 +1,6 @@
-"""What `crosshead bench` measures: both sides do the same work on the same tensors, at any shape.
+"""Benchmark cases: both sides compute the same results from the same tensors, at any shape.
 
-In the slow tier, as measuring tools are: `test_bench_command.py` keeps a quick run of each command in the default one.
+Slow tier, like all measuring tools; `test_bench_command.py` has a quick run of each command in the default tier.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_names_and_words_tell_cases_apart():
 
 
 def test_the_targets_are_those_that_were_set():
-    wanted = {
+    expected = {
         "mixture-half-2048": (0.75, None),
         "mixture-half-4096": (0.65, 0.60),
         "mixture-half-8192": (None, 0.60),
@@ -67,38 +67,40 @@ def test_the_targets_are_those_that_were_set():
         "host-mixture": (1.4, None),
         "host-differential": (1.5, None),
     }
-    assert {name: tuple(CASES[name].targets.get(device) for device in ("cpu", "cuda")) for name in wanted} == wanted
+    assert {
+        name: tuple(CASES[name].targets.get(device) for device in ("cpu", "cuda")) for name in expected
+    } == expected
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured != MEMORY])
 def test_both_sides_give_results_of_one_shape(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "UNCACHED_BYTES", 1)
-    found = [first_tensor(run()) for run in small(name).pair() for _ in range(2)]
+    results = [first_tensor(run()) for run in small(name).pair() for _ in range(2)]
     if "-step" not in name:  # a training step gives nothing back
-        assert len({tensor.shape for tensor in found}) == 1
-        assert all(tensor.isfinite().all() for tensor in found)
+        assert len({tensor.shape for tensor in results}) == 1
+        assert all(tensor.isfinite().all() for tensor in results)
 
 
 def first_tensor(result):
-    """Logits, the first of several gradients, or the result itself as a tensor."""
+    """Return the logits, the first of several gradients, or the result itself, as a tensor."""
     result = getattr(result, "logits", result)
     result = result[0] if isinstance(result, (list, tuple)) else result
     return result if result is None else torch.as_tensor(result)
 
 
 def test_inputs_are_the_same_whoever_attends():
-    seen = []
+    inputs = []
 
     def attend(query, key, value):
-        seen.append([query, key, value])
+        inputs.append([query, key, value])
         return dense_attention(query, key, value)
 
     for _ in range(2):
         torch.rand(3)
         attention_run(attend, 8, 2, 4, gradients=False)()
-    for one, other in zip(*seen, strict=True):
+    for one, other in zip(*inputs, strict=True):
         assert torch.equal(one, other)
-    assert not torch.equal(*seen[0][:2])
+    assert not torch.equal(*inputs[0][:2])
 
 
 @pytest.mark.parametrize("name", ["mixture-half-2048", "mixture-half-padded-2048", "mixture-published-4096"])
@@ -106,8 +108,8 @@ def test_mixture_is_dense_attention_where_heads_count(name):
     ours, baseline = small(name).pair()
     gates = random_gates(40, 16, 8, 4)
     assert gates.sum(-1).eq(8).all() and gates[..., :4].eq(1).all()
-    seen = slice(40 // 16 * ("padded" in name), None)  # the first queries of a padded text see no key
-    torch.testing.assert_close((ours() * gates[..., None])[:, seen], (baseline() * gates[..., None])[:, seen])
+    visible = slice(40 // 16 * ("padded" in name), None)  # the first queries of a padded text see no key
+    torch.testing.assert_close((ours() * gates[..., None])[:, visible], (baseline() * gates[..., None])[:, visible])
 
 
 def test_gradients_of_mixture_are_of_all_inputs():
@@ -126,28 +128,30 @@ def test_gradients_of_mixture_are_of_all_inputs():
     ],
 )
 def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
-    """But for what a published model brings."""
+    """Cases run the registered attention function; cases of a published model run the function in its own code."""
     called = []
-    for each in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
+    for attention in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
         monkeypatch.setitem(
-            ALL_ATTENTION_FUNCTIONS._global_mapping, each, noting(each, ALL_ATTENTION_FUNCTIONS[each], called)
+            ALL_ATTENTION_FUNCTIONS._global_mapping,
+            attention,
+            recording(attention, ALL_ATTENTION_FUNCTIONS[attention], called),
         )
     small(name).side(True)()
     assert called == ([] if function is None else [function])
 
 
-def noting(name, function, called):
-    return lambda *given, **options: called.append(name) or function(*given, **options)
+def recording(name, function, called):
+    return lambda *arguments, **options: called.append(name) or function(*arguments, **options)
 
 
 @pytest.mark.parametrize("name", ["talking-forward", "talking-gradients"])
 def test_talking_in_blocks_is_eager_talking(name):
-    torch.manual_seed(9)  # the same maps, wherever random numbers are
-    found, wanted = (run() for run in small(name).pair())
+    torch.manual_seed(9)  # the same maps, whatever random numbers were drawn before
+    results, expected = (run() for run in small(name).pair())
     if name == "talking-forward":
-        found, wanted = [found], [wanted]
-    assert len(found) == (1 if name == "talking-forward" else 5)  # with the gradients of both maps
-    for one, other in zip(found, wanted, strict=True):
+        results, expected = [results], [expected]
+    assert len(results) == (1 if name == "talking-forward" else 5)  # with the gradients of both maps
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     assert not torch.equal(small("talking-forward").side(False)(), small("talking-forward-beside-sdpa").side(False)())
 
@@ -155,26 +159,28 @@ def test_talking_in_blocks_is_eager_talking(name):
 @pytest.mark.parametrize("name", ["grouped-8k", "grouped-8k-padded", "grouped-8k-normed", "grouped-8k-two"])
 def test_explicit_attends_to_components(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "UNCACHED_BYTES", 1)
-    case, seen = small(name), {}
+    case, captured = small(name), {}
 
-    def note(module, query, key, value, mask, **options):
-        seen.update(options | {"query": query, "key": key, "value": value, "mask": mask})
+    def capture(module, query, key, value, mask, **options):
+        captured.update(options | {"query": query, "key": key, "value": value, "mask": mask})
         return explicit_attention_forward(module, query, key, value, mask, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "crosshead_explicit", note)
-    found = case.side(True)()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "crosshead_explicit", capture)
+    output = case.side(True)()
     keys, values = (
-        torch.einsum("ij,bjsd->bisd", seen[f"{side}_map"], seen[side]).detach() for side in ("key", "value")
+        torch.einsum("ij,bjsd->bisd", captured[f"{side}_map"], captured[side]).detach() for side in ("key", "value")
     )
-    assert seen["key"].shape == (1, 4, 40, 128) and keys.shape == (1, 8, 40, 128)
+    assert captured["key"].shape == (1, 4, 40, 128) and keys.shape == (1, 8, 40, 128)
     hidden = {"padded": [2], "two": [1, 0]}.get(name.removeprefix("grouped-8k").strip("-"))
-    assert (seen["mask"] is None) is (hidden is None)
+    assert (captured["mask"] is None) is (hidden is None)
     if hidden:
-        assert (~seen["mask"]).sum(-1).flatten().tolist() == hidden
-    assert (seen["key_scale"] is None) is not name.endswith("normed")
-    if seen["key_scale"] is not None:
-        keys = keys * seen["key_scale"].unsqueeze(-1)
-    torch.testing.assert_close(found, stock_attention(seen["query"], keys, values, seen["mask"]), rtol=1e-3, atol=1e-4)
+        assert (~captured["mask"]).sum(-1).flatten().tolist() == hidden
+    assert (captured["key_scale"] is None) is not name.endswith("normed")
+    if captured["key_scale"] is not None:
+        keys = keys * captured["key_scale"].unsqueeze(-1)
+    torch.testing.assert_close(
+        output, stock_attention(captured["query"], keys, values, captured["mask"]), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,8 +189,8 @@ def test_explicit_attends_to_components(name, monkeypatch):
 def test_a_token_on_one_thread(case):
     ours, baseline = case.pair()
     before = torch.get_num_threads()
-    found, wanted = ours().logits, baseline().logits
-    assert found.shape == wanted.shape == (1, 1, 64) and not torch.equal(found, wanted)
+    logits_ours, logits_baseline = ours().logits, baseline().logits
+    assert logits_ours.shape == logits_baseline.shape == (1, 1, 64) and not torch.equal(logits_ours, logits_baseline)
     assert torch.get_num_threads() == before
 
 
@@ -231,7 +237,7 @@ def test_compiled_steps_learn_as_others_do(case, monkeypatch):
     def learnt(make):
         models = []
         monkeypatch.setattr(
-            bench_models, "build_model", lambda ours, **given: models.append(made(ours, **given)) or models[-1]
+            bench_models, "build_model", lambda ours, **sizes: models.append(made(ours, **sizes)) or models[-1]
         )
         for run in replace(case, shape=shape, make=make).pair():
             run()

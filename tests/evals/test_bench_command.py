@@ -34,8 +34,8 @@ KNOWN = {
 }
 
 
-def told(name, ours, baseline, **fields):
-    """A case whose sides say what they took."""
+def scripted(name, ours, baseline, **fields):
+    """Return a case whose two sides return the given readings, one per run."""
     readings = {True: iter(ours), False: iter(baseline)}
 
     def make(side, **shape):
@@ -46,22 +46,22 @@ def told(name, ours, baseline, **fields):
 
 @pytest.fixture(autouse=True)
 def _others_memory(monkeypatch):
-    """Other tests of this process measure theirs."""
+    """Leave the malloc settings alone: other tests in this process measure memory."""
     monkeypatch.setattr(kept_memory, "MALLOC_SETTINGS", {})
 
 
 @pytest.fixture
 def three():
     return [
-        told("quick", [1, 2, 3], [4, 4, 4], targets={"cpu": 0.5}),
-        told("slow", [5, 2, 6], [2, 4, 4], targets={"cpu": 1.25}, work=8_000_000_000, dtype="bfloat16"),
-        told("even", [9, 11, 12], [10, 10, 10], targets={"cpu": 1.0}, within_noise=True, unit="bytes"),
+        scripted("quick", [1, 2, 3], [4, 4, 4], targets={"cpu": 0.5}),
+        scripted("slow", [5, 2, 6], [2, 4, 4], targets={"cpu": 1.25}, work=8_000_000_000, dtype="bfloat16"),
+        scripted("even", [9, 11, 12], [10, 10, 10], targets={"cpu": 1.0}, within_noise=True, unit="bytes"),
     ]
 
 
 def test_a_report_has_all_that_is_needed_to_judge(three):
-    seen = []
-    report = bench(three, 3, "cpu", lambda *told: seen.append(told))
+    events = []
+    report = bench(three, 3, "cpu", lambda *event: events.append(event))
     assert report["device"] == "cpu" and report["machine"]["torch"] == version("torch") and "took_seconds" in report
     quick, slow, even = report["cases"].values()
     assert quick == {
@@ -87,7 +87,7 @@ def test_a_report_has_all_that_is_needed_to_judge(three):
     assert (slow["median_ratio"], slow["met"], slow["dtype"]) == (1.5, False, "bfloat16")
     assert slow["bytes_per_second"] == [1.6e9, 2e9]
     assert (even["median_ratio"], even["quartile_ratios"][0], even["met"]) == (1.1, 1.0, True)
-    assert seen[0] == ("measuring", 0, 9, "quick") and seen[-1] == ("measuring", 9, 9, "even")
+    assert events[0] == ("measuring", 0, 9, "quick") and events[-1] == ("measuring", 9, 9, "even")
     head, *rows = bench_lines(report)
     assert head.split()[0] == "cpu"
     assert [[row.split()[0], re.findall(r"[\d.]+", row), "missed" in row] for row in rows] == [
@@ -107,16 +107,16 @@ def test_without_a_target_nothing_is_met_or_missed(three):
 @pytest.mark.parametrize("measured", [TIME, RESULT])
 def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
     monkeypatch.setitem(DTYPES, "meta", torch.bfloat16)
-    seen = []
+    calls = []
 
     def make(side, **shape):
-        seen.append(("make", side, torch.empty(0)))
-        return lambda: seen.append(("run", side, torch.empty(0))) or 0.25
+        calls.append(("make", side, torch.empty(0)))
+        return lambda: calls.append(("run", side, torch.empty(0))) or 0.25
 
     monkeypatch.setattr(bench_pairs, "MIN_SECONDS", 0)
     bench([Case("a", "a", "b", make, {}, measured=measured)], 2, "meta")
-    assert [(done, side) for done, side, _ in seen[:2]] == [("make", True), ("make", False)]
-    assert {(done, x.device.type, x.dtype) for done, _, x in seen} == {
+    assert [(done, side) for done, side, _ in calls[:2]] == [("make", True), ("make", False)]
+    assert {(done, x.device.type, x.dtype) for done, _, x in calls} == {
         ("make", "meta", torch.bfloat16),
         ("run", "cpu", torch.float32),
     }
@@ -126,8 +126,8 @@ def test_memory_takes_few_rounds(monkeypatch):
     sides = []
     monkeypatch.setattr(bench_run, "peak_bytes", lambda case, ours, device: sides.append(ours) or 2 + ours)
     case = next(case for case in ATTENTION if case.name == "talking-step-memory")
-    found = bench([case], 9)["cases"]["talking-step-memory"]
-    assert found["rounds"] == 3 and found["ratios"] == [1.5] * 3 and found["unit"] == "bytes"
+    figures = bench([case], 9)["cases"]["talking-step-memory"]
+    assert figures["rounds"] == 3 and figures["ratios"] == [1.5] * 3 and figures["unit"] == "bytes"
     assert sides == [False, True, True, False, False, True]
 
 
@@ -191,8 +191,8 @@ def test_the_compiled_command(monkeypatch, capfd):
 def test_wrong_uses(command, status, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found, out, err = run(capfd, monkeypatch, f"bench {command}")
-    assert (found, out) == (status, "") and words in err and "Traceback" not in err
+    exit_status, out, err = run(capfd, monkeypatch, f"bench {command}")
+    assert (exit_status, out) == (status, "") and words in err and "Traceback" not in err
     if status == 1:
         assert err.splitlines()[-1].startswith("crosshead: error: ")
     assert list(tmp_path.iterdir()) == []
@@ -237,10 +237,10 @@ def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
     text = tables.speed_tables(tmp_path)
     assert any("`crosshead bench attention`" in line and "not measured" in line for line in text.splitlines())
     (row,) = (line for line in text.splitlines() if line.startswith("| `slow` |"))
-    for told in ("slow in words", "a baseline", "1.6 GB/s", "2 GB/s", "1.500 (1.000 to 2.000)", "missed"):
-        assert told in row
-    for told in (f"torch {torch.__version__}", "bfloat16", "float32", "3 rounds"):
-        assert told in text
+    for words in ("slow in words", "a baseline", "1.6 GB/s", "2 GB/s", "1.500 (1.000 to 2.000)", "missed"):
+        assert words in row
+    for words in (f"torch {torch.__version__}", "bfloat16", "float32", "3 rounds"):
+        assert words in text
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory is that of one run, counted by the system in a process of its own."""
+"""Memory benchmarks: the memory of one run, read from the system in a new process."""
 
 import json
 import subprocess
@@ -13,23 +13,23 @@ from crosshead.evals.bench.case import MEMORY, TOTAL_MEMORY, Case
 from crosshead.evals.bench.cases import TALKING
 from crosshead.evals.bench.memory import added_bytes, peak_bytes
 
-pytestmark = pytest.mark.slow  # as tests of measuring tools are
+pytestmark = pytest.mark.slow  # like all tests of measuring tools
 
 EAGER = next(case for case in TALKING if case.name == "talking-forward-memory")
 
 
 @pytest.mark.parametrize(("measured", "expected"), [(MEMORY, 30), (TOTAL_MEMORY, 1030)])
 def test_what_counts(measured, expected):
-    """A side holds 1000 once it is made, and a run takes 30 more; a warm-up is smaller and leaves 5."""
+    """A side holds 1000 bytes once it is made and a run takes 30 more; the smaller warm-up keeps 5."""
     held = {"now": 7, "peak": 7}
 
-    def hold(more, kept):
+    def hold(more, keep):
         held["peak"] = max(held["peak"], held["now"] + more)
-        held["now"] += more if kept else 0
+        held["now"] += more if keep else 0
 
     def make(ours, tokens):
-        hold(5 if tokens == 128 else 1000, kept=True)
-        return lambda: hold(2 if tokens == 128 else 30, kept=False)
+        hold(5 if tokens == 128 else 1000, keep=True)
+        return lambda: hold(2 if tokens == 128 else 30, keep=False)
 
     case = Case("a", "", "", make, {"tokens": 4096}, measured=measured)
     assert added_bytes(case, True, (lambda: held["now"], lambda: held["peak"])) == expected
@@ -80,5 +80,5 @@ assert peak() >= now()
 
 
 def test_the_system_counts_what_is_held():
-    """In a process of its own: one that has let go of memory may take it again, and nothing is added."""
+    """The counter sees a new tensor. In a new process: one that freed memory may reuse it, which adds nothing."""
     subprocess.run([sys.executable, "-P", "-c", COUNTS], check=True)

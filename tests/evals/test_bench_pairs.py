@@ -1,4 +1,4 @@
-"""Two things are measured in turn, and a ratio is that of neighbours."""
+"""Paired measurements: two sides run in turn, and each ratio compares the two readings of one round."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from crosshead.evals.bench.pairs import figures, in_turn, seconds, timed
 
 @pytest.fixture
 def work(monkeypatch):
-    """Makes runs that take so many seconds by a clock of our own; what ran is written down."""
+    """A factory of runs that take the given seconds on a fake clock, and the list of runs so far."""
     now, ran = [0.0], []
     monkeypatch.setattr(bench_pairs.time, "perf_counter", lambda: now[0])
 
@@ -26,10 +26,10 @@ def work(monkeypatch):
 
 def test_who_goes_first_alternates(work):
     make, ran = work
-    found = in_turn(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
-    assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # so that both are warm
+    report = in_turn(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
+    assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # two warm-up runs per side
     assert ran[4:] == ["baseline", "ours", "ours", "baseline", "baseline", "ours"]
-    assert (found["ours"], found["baseline"], found["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
+    assert (report["ours"], report["baseline"], report["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
 
 
 def test_warm_ups_do_not_count(work):
@@ -55,11 +55,11 @@ def test_of_several_runs_the_mean_counts(work):
 
 
 def test_a_ratio_is_of_neighbours():
-    found = figures([1.0, 4.0, 9.0, 8.0, 6.0], [2.0] * 5)
-    assert found["ratios"] == [0.5, 2.0, 4.5, 4.0, 3.0]
-    assert (found["median_ratio"], found["least_ratio"], found["greatest_ratio"]) == (3.0, 0.5, 4.5)
-    assert found["quartile_ratios"] == [2.0, 4.0]
-    assert (found["median_ours"], found["median_baseline"]) == (6.0, 2.0)
+    report = figures([1.0, 4.0, 9.0, 8.0, 6.0], [2.0] * 5)
+    assert report["ratios"] == [0.5, 2.0, 4.5, 4.0, 3.0]
+    assert (report["median_ratio"], report["least_ratio"], report["greatest_ratio"]) == (3.0, 0.5, 4.5)
+    assert report["quartile_ratios"] == [2.0, 4.0]
+    assert (report["median_ours"], report["median_baseline"]) == (6.0, 2.0)
 
 
 def test_one_round_has_no_spread():

@@ -1,4 +1,4 @@
-"""What `cost` says from a config, against models that are really built, run and counted."""
+"""`model_cost` of a config, against models that are built, run and counted."""
 
 from dataclasses import asdict
 
@@ -21,7 +21,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 
 
 def with_twice_the_components(mixers):
-    """A sum over one component is no matrix product to PyTorch, so its counter would miss it."""
+    """Double the component heads: with one component there is no matmul for PyTorch's FLOP counter to see."""
 
     def twice(option, value):
         if not option.endswith(("key_heads", "value_heads")):
@@ -36,7 +36,7 @@ on_every_backbone = pytest.mark.parametrize(("backbone", "case"), grid(toys.BACK
 
 
 def built(backbone, case, **changes):
-    """A toy whose experts run one by one: the counter does not know the library's grouped product."""
+    """Return a toy model whose experts run one by one: the FLOP counter does not know the grouped matmul."""
     sizes, mixers = HEADS | changes, CASES[case]
     model = toys.mixed_model(backbone, mixers, **sizes) if mixers else toys.stock_model(backbone, **sizes)
     if backbone == "Qwen3Moe":
@@ -45,7 +45,7 @@ def built(backbone, case, **changes):
 
 
 def counted(run):
-    """The FLOPs of a call by PyTorch's own counter, without the positions' angles, which it counts as a product."""
+    """Return the FLOPs of a call by PyTorch's counter, less the rotary angles, which it counts as a matmul."""
     with FlopCounterMode(display=False) as counter:
         run()
     angles = [count for name, count in counter.get_flop_counts().items() if name.endswith(".rotary_emb")]
@@ -60,7 +60,7 @@ def test_parameters_are_those_of_the_built_model(backbone, case):
     assert cost.parameters == sum(held.values())
     assert cost.attention_parameters == sum(count for name, count in held.items() if ".self_attn." in name)
     assert cost.new_parameters == sum(count for name, count in held.items() if ".mixers." in name)
-    idle = sum(count for name, count in held.items() if ".experts." in name) // 2  # two of four are chosen
+    idle = sum(count for name, count in held.items() if ".experts." in name) // 2  # two of four experts are selected
     assert cost.active_parameters == cost.parameters - idle
     assert bool(idle) == (backbone == "Qwen3Moe")
 
@@ -122,7 +122,7 @@ def test_groups_divide_the_scalars_and_the_work_of_combining():
     scalars = sides_and_layers * heads * (heads - heads // 2)
     assert one.new_parameters - two.new_parameters == scalars
     assert one.prefill_multiplications - two.prefill_multiplications == scalars * size
-    assert one.decode_multiplications - two.decode_multiplications == scalars * size * LENGTH  # of all that is cached
+    assert one.decode_multiplications - two.decode_multiplications == scalars * size * LENGTH  # for each cached token
     assert one.kv_bytes_per_token == two.kv_bytes_per_token
 
 
@@ -132,7 +132,7 @@ def test_a_length_without_tokens_is_refused():
 
 
 def test_a_model_too_large_for_any_memory():
-    """Qwen3-235B-A22B, from the sizes of its config.json and the two figures in its name."""
+    """Qwen3-235B-A22B: sizes from its config.json, and the two parameter counts in its name."""
     config = crosshead.CrossheadQwen3MoeConfig(
         vocab_size=151936,
         hidden_size=4096,
@@ -151,8 +151,8 @@ def test_a_model_too_large_for_any_memory():
     assert round(report["stock"]["parameters"] / 1e9) == 235
     assert round(report["stock"]["active_parameters"] / 1e9) == 22
     assert report["stock"]["kv_bytes_per_token"] == 94 * 2 * 4 * 128 * 2
-    beside = 94 * 4 * 2 * 2  # each combined head's 1 / rms in two numbers, since keys are normed
-    assert report["cost"]["kv_bytes_per_token"] == 94 * 2 * 2 * 128 * 2 + beside
+    scale_bytes = 94 * 4 * 2 * 2  # each combined head's 1 / rms in two numbers, since keys are normed
+    assert report["cost"]["kv_bytes_per_token"] == 94 * 2 * 2 * 128 * 2 + scale_bytes
     assert {parameter.device.type for parameter in on_meta(config).parameters()} == {"meta"}
 
 
@@ -161,7 +161,7 @@ def test_encoders_by_hand(backbone):
     size, inner, heads, vocabulary, layers = 32, 40, 4, 61, 2
     config = toys.mixed_config(backbone, {"talking": {}})
     a_layer = 4 * size**2 + 2 * size * inner + 2 * LENGTH * size + 2 * LENGTH * heads**2
-    small = 16 if backbone == "Albert" else size  # the size of embeddings
+    small = 16 if backbone == "Albert" else size  # embedding size
     head = size * small + small * vocabulary
     mapping = size * small if backbone == "Albert" else 0
     cost = model_cost(config, LENGTH)

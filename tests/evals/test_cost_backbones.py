@@ -1,4 +1,4 @@
-"""Costs of T5, TransNeXt, GTA and DiT, against models that are really run, and against formulas."""
+"""Costs of T5, TransNeXt, latent attention and GTA, against models that are run and against formulas."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from transnext_names import PUBLISHED_MIXTURES, PUBLISHED_SIZES, STAGES, mixture
 
 LENGTH = 5
 IDS = toys.tokens(batch=1, length=LENGTH)
-# A sum over one component is no matrix product to PyTorch, so that its counter would miss it.
+# At least two component heads: with one there is no matmul for PyTorch's FLOP counter to see.
 T5_CASES = {
     "parts": {"encoder": {"talking": {}}, "decoder": {"knocking": {}}, "cross": {"explicit": {"value_heads": 2}}},
     "plain": {},
@@ -28,7 +28,7 @@ T5_CASES = {
 
 
 def counted(run):
-    """The FLOPs of a call, by PyTorch's counter."""
+    """Return the FLOPs of a call by PyTorch's counter."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
@@ -63,7 +63,7 @@ def test_t5_is_what_a_model_does(case):
 
 
 def test_t5_by_hand():
-    """T5-small; talking maps in the encoder alone, half as many component heads in cross-attention."""
+    """T5-small with talking maps in the encoder and half as many component heads in cross-attention."""
     width, heads, size, inner, layers, vocabulary, length = 512, 8, 64, 2048, 6, 32128, 40
     mixers = {"encoder": {"talking": {}}, "cross": {"explicit": {"key_heads": 4, "value_heads": 4, "norm": False}}}
     report = cost_report(CrossheadT5Config(mixers=mixers), length)
@@ -115,14 +115,14 @@ def test_transnext_by_hand(size):
     assert cost.input_flops == 2 * cost_formulas.transnext(fields, 224, 1000)
     assert cost.prefill_multiplications == cost.input_flops // 2 // 56**2
     assert cost.kv_bytes == cost.decode_flops == cost.copied_parameters == 0
-    # TransNeXt's own table, in 1e9; it also counts some work that is not of matrix products.
+    # Multiplications in 1e9 from TransNeXt's table, which also counts some work outside matmuls.
     printed = {"micro": 2.7, "tiny": 5.7, "small": 10.3, "base": 18.4}[size]
     assert 0.98 * (printed - 0.05) < cost.input_flops / 2e9 < printed + 0.05
 
 
 @pytest.mark.parametrize("case", first(transnext_toys.CASES, 3))
 def test_transnext_is_what_a_model_does(case):
-    """With the products in windows, which PyTorch's counter does not see."""
+    """FLOPs by PyTorch's counter plus the products inside windows, which it does not see."""
     model = transnext_toys.model_of(transnext_toys.CASES[case])
     side = model.config.image_size
     cost = model_cost(model.config, (side // 4) ** 2)
@@ -143,7 +143,7 @@ def test_transnext_is_what_a_model_does(case):
 
 @pytest.mark.parametrize("name", first(PUBLISHED_MIXTURES))
 def test_moh_vit_table_1(name):
-    """50 and 90 million parameters."""
+    """Parameters of table 1: 50 million (small) and 90 million (base)."""
     size, *counts = PUBLISHED_MIXTURES[name]
     fields = PUBLISHED_SIZES[size] | STAGES
     config = CrossheadTransNextConfig(**fields, num_labels=1000, mixers=mixture_of(fields, *counts))
@@ -186,7 +186,7 @@ def test_latent_models_without_a_number_of_experts():
 
 
 def counted_without_attention(model):
-    """The FLOPs of the other layers and the head for one token: each weight of a matrix once, of selected experts."""
+    """FLOPs of one token outside attention: each matrix weight once, of experts only the selected ones."""
     config, total = model.config, model.lm_head.weight.numel()
     for layer in model.model.layers:
         for name, weight in layer.named_parameters():

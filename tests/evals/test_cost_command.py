@@ -1,4 +1,4 @@
-"""`crosshead cost`: what it reads, what it prints, what it refuses."""
+"""`crosshead cost`: sources, report, table and refused arguments."""
 
 import json
 
@@ -18,7 +18,7 @@ from toy_checkpoints import write_stock
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     write_stock(tmp_path / "source", "Qwen3")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -54,58 +54,58 @@ def expected(name, mixers, length=4096, **changes):
         "differential:half_values=true",
     ],
 )
-def test_it_foretells_what_convert_makes(place, line, report, mixer):
+def test_it_foretells_what_convert_makes(workdir, line, report, mixer):
     assert line(f"convert source made --mixer {mixer} --no-verify")[0] == 0
     before, after = report(f"source --mixer {mixer} --length 7"), report("made --length 7")
     assert before | {"model": "made"} == after
-    assert before["mixers"] == json.loads((place / "made" / "config.json").read_text())["mixers"]
+    assert before["mixers"] == json.loads((workdir / "made" / "config.json").read_text())["mixers"]
 
 
 @pytest.mark.slow
-def test_kv_bytes_are_those_that_convert_reports(place, line, report):
+def test_kv_bytes_are_those_that_convert_reports(workdir, line, report):
     status, out, _ = line("convert source made --mixer explicit:key_heads=1,method=svd --dtype bfloat16 --json")
     assert status == 0
     measured, figures = json.loads(out)["verification"], report("made")
     assert figures["cost"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_after"]
-    assert 2 * figures["stock"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_before"]  # was in float32
+    assert 2 * figures["stock"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_before"]  # float32 source
 
 
-def test_the_config_alone_is_enough(place, report):
-    (place / "source" / "model.safetensors").unlink()
+def test_the_config_alone_is_enough(workdir, report):
+    (workdir / "source" / "model.safetensors").unlink()
     for name in ("source", "source/config.json"):
         assert report(f"{name} --mixer knocking") == expected(name, {"knocking": {}})
     assert report("source") == expected("source", {})
-    edit_json(place / "source", "config.json", dtype="bfloat16")
+    edit_json(workdir / "source", "config.json", dtype="bfloat16")
     assert report("source") == expected("source", {}, dtype="bfloat16")
 
 
-def test_mechanisms_asked_for_replace_those_of_the_model(place, report):
+def test_mechanisms_asked_for_replace_those_of_the_model(workdir, report):
     toys.mixed_config("Qwen3", {"talking": {}}).save_pretrained("mixed")
     assert report("mixed") == expected("mixed", {"talking": {}})
     assert report("mixed --mixer knocking") == expected("mixed", {"knocking": {}})
 
 
-def test_the_head_of_a_t5_that_stores_one_is_counted(place, line, report):
-    t5_toys.write_t5(place / "untied", is_untied=True, tie_word_embeddings=False)
-    stored = sum(each.numel() for each in load_file(place / "untied" / "model.safetensors").values())
+def test_the_head_of_a_t5_that_stores_one_is_counted(workdir, line, report):
+    t5_toys.write_t5(workdir / "untied", is_untied=True, tie_word_embeddings=False)
+    stored = sum(each.numel() for each in load_file(workdir / "untied" / "model.safetensors").values())
     assert report("untied --length 7")["cost"]["parameters"] == stored
     assert line("convert untied mixed --mixer knocking --no-verify")[0] == 0
-    stored = sum(each.numel() for each in load_file(place / "mixed" / "model.safetensors").values())
+    stored = sum(each.numel() for each in load_file(workdir / "mixed" / "model.safetensors").values())
     assert report("mixed --length 7")["cost"]["parameters"] == stored
 
 
-def test_a_gguf_file(place, report):
+def test_a_gguf_file(workdir, report):
     model = gguf_toys.model("Qwen3")
-    gguf_toys.write_model(place / "toy.gguf", model, "Qwen3")
+    gguf_toys.write_model(workdir / "toy.gguf", model, "Qwen3")
     figures = report("toy.gguf")
     assert figures["cost"] == figures["stock"]
     assert figures["cost"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_model_on_the_hub(place, line, report, monkeypatch):
-    config = (place / "source" / "config.json").read_bytes()
-    there = {"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}
-    with hub_with(monkeypatch, there, place / "cache") as hub:
+def test_a_model_on_the_hub(workdir, line, report, monkeypatch):
+    config = (workdir / "source" / "config.json").read_bytes()
+    repositories = {"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}
+    with hub_with(monkeypatch, repositories, workdir / "cache") as hub:
         assert report(f"org/toy --revision {COMMIT}") == expected("org/toy", {})
         assert report(f"org/toy@{COMMIT}") == expected(f"org/toy@{COMMIT}", {})
         assert "safetensors" not in " ".join(hub.requests)
@@ -114,7 +114,7 @@ def test_a_model_on_the_hub(place, line, report, monkeypatch):
     assert err.startswith("crosshead: error: ") and "'org/tyo'" in err
 
 
-def test_the_table_holds_the_figures_of_the_report(place, line, report):
+def test_the_table_holds_the_figures_of_the_report(workdir, line, report):
     figures = report("source --mixer explicit:key_heads=1 --length 1024")
     status, out, err = line("cost source --mixer explicit:key_heads=1 --length 1024")
     assert (status, err) == (0, "")
@@ -143,7 +143,7 @@ def test_the_table_holds_the_figures_of_the_report(place, line, report):
         ("source/tokenizer.json", "model_type=None"),
     ],
 )
-def test_what_cannot_be_counted_is_one_line(place, line, arguments, words):
+def test_what_cannot_be_counted_is_one_line(workdir, line, arguments, words):
     status, out, err = line(f"cost {arguments}")
     assert (status, out) == (1, "")
     assert err.startswith("crosshead: error: ")
@@ -152,28 +152,28 @@ def test_what_cannot_be_counted_is_one_line(place, line, arguments, words):
 
 
 @pytest.mark.parametrize("backbone", ["T5", "Gta"])
-def test_models_that_are_not_converted(place, report, backbone):
+def test_models_that_are_not_converted(workdir, report, backbone):
     mixers = {"encoder": {"talking": {}}} if backbone == "T5" else {"talking": {}}
     config = toys.mixed_config(backbone, mixers)
     config.save_pretrained("made")
     assert report("made --length 7") == {"model": "made"} | cost_report(config, 7)
-    asked = cost_report(toys.mixed_config(backbone, {"knocking": {"form": "linear", "layers": [1]}}), 7)
-    assert report("made --length 7 --mixer knocking:form=linear,layers=1") == {"model": "made"} | asked
+    replaced = cost_report(toys.mixed_config(backbone, {"knocking": {"form": "linear", "layers": [1]}}), 7)
+    assert report("made --length 7 --mixer knocking:form=linear,layers=1") == {"model": "made"} | replaced
     assert report("made")["length"] == 4096
-    edit_json(place / "made", "config.json", n_positions=512)  # as published T5s have it
+    edit_json(workdir / "made", "config.json", n_positions=512)  # a key of published T5 configs
     assert report("made")["length"] == (4096 if backbone == "Gta" else 512)
 
 
-def test_a_stock_t5_and_a_transnext(place, line, report):
+def test_a_stock_t5_and_a_transnext(workdir, line, report):
     toys.stock_config("T5").save_pretrained("t5")
     figures = report("t5 --length 7")
     assert figures["cost"] == figures["stock"] == cost_report(toys.mixed_config("T5", {}), 7)["cost"]
     parts = {"encoder": {"talking": {}}, "cross": {"talking": {}}}
-    asked = report("t5 --length 7 --mixer talking@encoder+cross")
-    assert asked["cost"] == cost_report(toys.mixed_config("T5", parts), 7)["cost"]
+    mixed = report("t5 --length 7 --mixer talking@encoder+cross")
+    assert mixed["cost"] == cost_report(toys.mixed_config("T5", parts), 7)["cost"]
     config = CrossheadTransNextConfig(**transnext_toys.SIZES, mixers=transnext_toys.ROUTED)
     config.save_pretrained("transnext")
     assert report("transnext") == {"model": "transnext"} | cost_report(config, 256)
-    edit_json(place / "transnext", "config.json", window_size=2)
+    edit_json(workdir / "transnext", "config.json", window_size=2)
     status, out, err = line("cost transnext")
     assert (status, out, err.count("\n")) == (1, "", 1) and "window_size=2" in err

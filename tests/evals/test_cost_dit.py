@@ -1,4 +1,4 @@
-"""Costs of DiT, against models that are really run, formulas, and the papers' tables; and what the command says."""
+"""Costs of DiT, against models that are run, formulas and the papers' tables; `crosshead cost` on DiT folders."""
 
 import json
 
@@ -23,12 +23,12 @@ PAPERS = {
     "L/2": (24, 1024, 16, "458", "459", "80.71"),
     "XL/2": (28, 1152, 16, "675", "676", "118.64"),
 }
-"""DiT's name -> blocks, width, heads, millions of parameters without and with routers (MoH, table 2), and the 1e9
-multiplications of DiT's own table."""
+"""Name of a DiT -> blocks, width, heads, millions of parameters without and with routers (MoH, table 2), and 1e9
+multiplications as printed in DiT's own table."""
 
 
 def counted(model):
-    """The FLOPs of a call for one latent, by PyTorch's counter."""
+    """Return the FLOPs of a call with one latent, by PyTorch's counter."""
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(LATENTS[:1], TIMES[:1], LABELS[:1])
@@ -60,18 +60,20 @@ def test_the_tables_of_dit_and_moh(name):
     content = {"_class_name": "DiTTransformer2DModel", "out_channels": 8, **sizes}
     report = cost_report(DiTConfig.read(content, {"mixture": {"active_heads": heads - 1}}), 256)
     cost, stock = report["cost"], report["stock"]
-    # Both papers count one embedding of time and class, and the table of positions, which is not trained.
+    # Both papers count the time and class embedding once, and also the position table, which is not trained.
     ours = {part: report[part]["parameters"] - stock["copied_parameters"] + 256 * width for part in ("cost", "stock")}
     assert cost["copied_parameters"] == stock["copied_parameters"] > 0
     assert abs(ours["stock"] / 1e6 - int(millions)) < 0.52  # DiT-B/2 has 130.51 million, which is rounded down
     assert f"{ours['cost'] / 1e6:.0f}" == routed
     assert cost["new_parameters"] == blocks * (heads + 2) * width
-    if name == "XL/2":  # as diffusers counts
+    if name == "XL/2":  # the count of diffusers
         assert f"{stock['parameters'] / 1e6:.1f}" == "749.8"
     whole, embedding = cost_formulas.dit(blocks, width, 32, 2, 4, 8)
-    assert stock["input_flops"] == 2 * (whole + blocks * embedding)  # in each block, and for the output
+    assert stock["input_flops"] == 2 * (
+        whole + blocks * embedding
+    )  # one embedding per block; `whole` has the output's
     assert cost["input_flops"] - stock["input_flops"] == 2 * 256 * cost["new_parameters"]
-    # Its "Gflops" are multiplications, and count each normalised number as one, too.
+    # The table's "Gflops" are multiplications, and count one for each normalised number, too.
     assert f"{(whole + (2 * blocks + 1) * 256 * width) / 1e9:.2f}" == printed
 
 
@@ -89,8 +91,8 @@ def test_the_command_reads_folders_of_diffusers(line):
     expected = cost_report(DiTConfig.read(SIZES, MIXTURE), TOKENS)
     assert json.loads(out) == {"model": "ours"} | expected and expected["model_type"] == "dit"
     mixer = "mixture:active_heads=75%,shared_heads=2,method=paper,router=two_stage,gate=weighted"
-    status, asked, _ = line(f"cost stock/config.json --mixer {mixer} --json")
-    assert json.loads(asked)["cost"] == expected["cost"]
+    status, mixed, _ = line(f"cost stock/config.json --mixer {mixer} --json")
+    assert json.loads(mixed)["cost"] == expected["cost"]
     status, plain, _ = line("cost stock")
     assert (status, "stock" in plain, "copies of one embedding" in plain) == (0, False, True)
     assert str(expected["stock"]["copied_parameters"]) in plain.replace(",", "")

@@ -1,4 +1,4 @@
-"""The papers' own arithmetic, from configs and bare layers alone; where a figure differs, by how much and why."""
+"""Costs against the figures printed in the papers; each disagreement is asserted and explained."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from crosshead.modeling.mechanisms.talking import Talking, TalkingRules, talking
 HIDDEN, LENGTH = 768, 512
 BOTH = ["logits", "weights"]
 PARTS = ("encoder", "decoder", "cross")
-# Talking-Heads, by table: (h_k, h, h_v, d_k, d_v), maps, parameters, multiplications in 1e9 to the digits given.
+# Talking-Heads, by table: (h_k, h, h_v, d_k, d_v), maps, parameters, multiplications in 1e9 as printed.
 TALKING_HEADS = {
     "1": [
         ((6, 6, 6, 128, 128), [], 2359296, "1.611"),
@@ -59,9 +59,9 @@ ROWS = [(table, *row) for table, rows in TALKING_HEADS.items() for row in rows]
 
 
 def talking_layer(sizes, maps, dynamic=()):
-    """Parameters and multiplications of a layer of the paper's T5: `n = m = 512` in encoder, decoder and between them.
+    """Return parameters and multiplications of a layer of the paper's T5, where `n = m = 512` in every attention.
 
-    The projections by arithmetic, since no backbone here has such sizes; the rest by our attention, counted.
+    The projections are computed, since no backbone here has such sizes; the attention is run and counted.
     """
     query_heads, softmax_heads, value_heads, key_dim, value_dim = sizes
     projections = 2 * HIDDEN * (query_heads * key_dim + value_heads * value_dim)
@@ -99,11 +99,11 @@ def test_talking_heads(table, sizes, maps, parameters, printed):
     ("heads", "size", "parameters", "printed"), [(12, 64, 2801952, "1.913"), (24, 32, 4129920, "2.819")]
 )
 def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, parameters, printed):
-    """Expected disagreement: the paper's figure counts how the dynamic maps are made, and not how they are applied.
+    """Expected disagreement: the paper's figure counts the computation of the dynamic maps, not their application.
 
-    Its pseudo-code (appendix A) applies four of them, each for `n m h h` multiplications. Ours adds those of queries
-    to the static maps, and applies two. (The figure is right for an implementation that adds the three maps of each
-    query and key before it applies their sum.)
+    Its pseudo-code (appendix A) applies four of them, each for `n m h h` multiplications. Crosshead adds the query
+    maps to the static maps and applies the two key maps separately. (The figure is right for an implementation that
+    adds the three maps of each query and key and applies their sum.)
     """
     held, counted = talking_layer((heads, heads, heads, size, size), BOTH, TalkingRules.options["dynamic"].allowed)
     assert held == parameters
@@ -114,7 +114,7 @@ def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, pa
 
 @pytest.mark.parametrize("term", TalkingRules.options["dynamic"].allowed)
 def test_talking_heads_table_9(term):
-    """One dynamic map. Expected disagreement: ours applies those of keys, as table 8 leaves out."""
+    """One dynamic map. Expected disagreement: the paper leaves out the application of key maps, as in table 8."""
     held, counted = talking_layer((12, 12, 12, 64, 64), BOTH, [term])
     applied = LENGTH * LENGTH * 12 * 12 if term.startswith("key") else 0
     assert held == 2470176
@@ -130,7 +130,7 @@ T5_LAYERS = [
 
 
 def t5_layers(heads, size, mixers):
-    """Parameters and multiplications of a layer of each part, without the table of position biases."""
+    """Return parameters and multiplications of a T5 layer, per part, without the relative position biases."""
     sizes = {"d_model": HIDDEN, "num_heads": heads, "d_kv": size, "num_layers": 2}
     config = CrossheadT5Config(**sizes, vocab_size=8, mixers=mixers)
     config._attn_implementation = "eager"
@@ -153,22 +153,22 @@ def t5_layers(heads, size, mixers):
 
 @pytest.mark.parametrize(("heads", "size", "mixers", "parameters", "printed"), T5_LAYERS, ids=str)
 def test_layers_of_a_t5(heads, size, mixers, parameters, printed):
-    """Tables 1 and 3 by our model."""
+    """Tables 1 and 3, computed with the T5 backbone."""
     for held, counted in t5_layers(heads, size, mixers).values():
         assert (held, billions(counted)) == (parameters, printed)
 
 
 @pytest.mark.parametrize(("part", "dynamic"), [*zip(PARTS, [False] * 3, strict=True), ("encoder", True)])
 def test_talking_heads_in_one_part_of_a_t5(part, dynamic):
-    """Tables 4 and 10, whose columns say "various": the other parts are multi-head attention."""
+    """Tables 4 and 10, where one part has talking heads and the other two multi-head attention."""
     terms = TalkingRules.options["dynamic"].allowed if dynamic else []
-    found = t5_layers(24, 32, {part: {"talking": {"dynamic": terms}}})
-    assert found.pop(part)[0] == (4129920 if dynamic else 2360448)  # as in tables 8 and 1
-    assert {(held, billions(counted)) for held, counted in found.values()} == {(2359296, "1.611")}
+    layers = t5_layers(24, 32, {part: {"talking": {"dynamic": terms}}})
+    assert layers.pop(part)[0] == (4129920 if dynamic else 2360448)  # as in tables 8 and 1
+    assert {(held, billions(counted)) for held, counted in layers.values()} == {(2359296, "1.611")}
 
 
 def test_the_bilinear_form_in_table_1():
-    """Expected disagreement: the paper counts the products with queries and with weights for one head, ours for 12."""
+    """Expected disagreement: the paper counts the products with queries and weights for one head, crosshead for 12."""
     held, counted = t5_layers(12, 64, {"bilinear": {}})["encoder"]
     assert held == 14155776
     for_one_head = 2 * LENGTH * LENGTH * HIDDEN
@@ -177,7 +177,7 @@ def test_the_bilinear_form_in_table_1():
 
 
 def knocking_config(layers, mixers):
-    """Section 3.4: `d = 1024`, `n = 32`, an MLP of `3 d`."""
+    """Return the config of section 3.4: `d = 1024`, `n = 32` and an MLP of size `3 d`."""
     sizes = {"hidden_size": 1024, "num_attention_heads": 32, "intermediate_size": 3072, "vocab_size": 8}
     return CrossheadLlamaConfig(**sizes, num_hidden_layers=layers, mixers=mixers)
 
@@ -198,7 +198,7 @@ ONE_LAYER = {"hidden_size": 1536, "num_hidden_layers": 1, "vocab_size": 8, "pad_
 
 
 def held_in_a_cache(model_class, config):
-    """The numbers of one token in the cache of a model that has run."""
+    """Run a model and return the numbers per token in its cache."""
     with torch.no_grad():
         cache = model_class(config)(torch.tensor([[3, 5, 7]]), use_cache=True).past_key_values
     return sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values)) / 3
@@ -208,7 +208,7 @@ def held_in_a_cache(model_class, config):
     ("key_value_heads", "query_heads", "cache"), [(1, 32, 256), (8, 16, 2048), (4, 32, 1024), (16, 16, 4096)]
 )
 def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
-    """MQA, GQA, GQA, MHA: numbers in one layer for one token, with KHA-MLP and without."""
+    """Cached numbers per layer and token for MQA, GQA, GQA and MHA, with KHA-MLP and without."""
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
     for mixers in ({}, {"knocking": {}}):
         config = CrossheadLlamaConfig(**heads, **ONE_LAYER, mixers=mixers)
@@ -217,11 +217,11 @@ def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
 
 
 LAYERS = 18
-"""Of A0.8B-6.6B (table 5)."""
+"""Number of layers of model A0.8B-6.6B (table 5)."""
 
 
 def attention_of(key_value_heads, query_heads, **changes):
-    """The parameters of attention, in millions."""
+    """Return the attention parameters of all layers, in millions."""
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
     config = changes.pop("config", CrossheadLlamaConfig)(**ONE_LAYER, **(heads | changes), mixers={})
     return LAYERS * model_cost(config, 1).attention_parameters / 1e6
@@ -237,7 +237,7 @@ def attention_of(key_value_heads, query_heads, **changes):
     ],
 )
 def test_knocking_heads_table_3_parameters(config, key_value_heads, query_heads, activated):
-    """GTA, MQA, GQA, MHA: activated parameters, by the difference from GQA's 880 million with 4 of 32 heads.
+    """Activated parameters of GTA, MQA, GQA and MHA: 880 million for GQA with 4 of 32 heads, plus the difference.
 
     The paper does not print the sizes of the experts and the vocabulary, which all rows share.
     """
@@ -246,17 +246,17 @@ def test_knocking_heads_table_3_parameters(config, key_value_heads, query_heads,
 
 
 def test_knocking_heads_table_3_parameters_of_mla():
-    """Expected disagreement: the paper prints 970 million, which its 8 heads do not have at any usual size."""
+    """Expected disagreement: the paper prints 970 million, which 8 heads do not reach at any usual size."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     sizes |= {"head_dim": 64, "intermediate_size": 64, "q_lora_rank": None, "config": CrossheadDeepseekV3Config}
     assert round(880 + attention_of(8, 8, **sizes) - attention_of(4, 32)) == 731
-    assert round(880 + attention_of(32, 32, **sizes) - attention_of(4, 32)) == 1000  # of all 32 query heads, too
+    assert round(880 + attention_of(32, 32, **sizes) - attention_of(4, 32)) == 1000  # nor with all 32 query heads
 
 
 @pytest.mark.parametrize("form", (None, "linear", "mlp"))
 @pytest.mark.parametrize("variant", ("MLA", "GTA"))
 def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
-    """512 + 64 numbers in both: MLA's latent vector and rotary part, GTA's 4 tied states of 128 and half-head."""
+    """Both cache 512 + 64 numbers: MLA's latent vector and rotary part; GTA's 4 tied states of 128 and half a head."""
     mixers = {} if form is None else {"knocking": {"form": form}}
     if variant == "MLA":
         sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -280,7 +280,7 @@ def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
     ids=["LLM-S", "MoH-LLM-S", "LLM-B", "MoH-LLM-B"],
 )
 def test_mixture_of_head_table_c(printed, layers, hidden, intermediate, heads, size, routed):
-    """Millions of parameters, with LLaMA2's tokenizer grown to 65,536 tokens and a head of its own."""
+    """Millions of parameters, with LLaMA2's vocabulary extended to 65,536 tokens and an untied head."""
     config = CrossheadLlamaConfig(
         vocab_size=65536,
         num_hidden_layers=layers,

@@ -1,4 +1,4 @@
-"""Talking heads on BERT take memory that is linear in the length of the texts; eager attention, in its square."""
+"""Memory of talking heads on BERT is linear in the text length; memory of eager attention is quadratic."""
 
 import json
 import os
@@ -25,8 +25,8 @@ config = CrossheadBertConfig(**sizes, vocab_size=61, mixers={"talking": {}})
 config._attn_implementation = implementation
 layer = CrossheadBertModel(config).eval().encoder.layer[0]
 now, peak = system_counter()
-found = []
-for length in (128, *map(int, lengths)):  # a longer text takes more, so that the peak of the process is its own
+peaks = []
+for length in (128, *map(int, lengths)):  # ascending, so that the peak of the process is that of the last length
     hidden, tokens = torch.randn(2, length, 128), torch.ones(2, length)
     tokens[1, length // 2 :] = padded == "whole"
     mask = create_bidirectional_mask(config=config, inputs_embeds=hidden, attention_mask=tokens)
@@ -34,13 +34,13 @@ for length in (128, *map(int, lengths)):  # a longer text takes more, so that th
     before = now()  # with transformers' mask, which is quadratic for padded texts
     with torch.inference_mode():
         layer(hidden, mask)
-    found.append(peak() - before)
-print(json.dumps(found[1:]))
+    peaks.append(peak() - before)
+print(json.dumps(peaks[1:]))
 """
 
 
 def growth(implementation, padded, *lengths):
-    """The factors by which each length takes more memory than the one before, in a process of its own."""
+    """Return the ratio of peak memory between each two successive lengths, measured in a new process."""
     command = [sys.executable, "-P", "-c", PEAKS, implementation, padded, *map(str, lengths)]
     environment = os.environ | MALLOC_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def growth(implementation, padded, *lengths):
 
 @pytest.mark.parametrize("padded", ["whole", "padded"])
 def test_memory_grows_with_the_length(padded):
-    """Two texts; one of them is padded to twice its length."""
+    """A batch of two texts, whole or with one padded to twice its length."""
     assert all(1.5 < factor < 2.3 for factor in growth("sdpa", padded, 1024, 2048, 4096))
 
 

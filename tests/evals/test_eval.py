@@ -1,4 +1,4 @@
-"""`crosshead eval` on toy models: what it measures, what it compares, and that plain lm_eval says the same."""
+"""`crosshead eval` on toy models: scores, comparisons, and the same scores by plain lm_eval."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from toy_eval import CHOICE, ITEMS, ROLLING, WORD, WRITTEN, trained_model, write
 LIMIT = 24
 PLAIN = """
 import sys
-sys.modules["crosshead"] = None  # nothing of ours can be imported
+sys.modules["crosshead"] = None  # crosshead cannot be imported
 from lm_eval.__main__ import cli_evaluate
 cli_evaluate()
 """
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("eval")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A stock model that has learnt a little, the same without its last layer, and one of ours."""
+    """A stock model that was trained a little, the same with its last layer zeroed, and a model with mechanisms."""
     folder = tmp_path_factory.mktemp("models")
     model = trained_model()
     write_scorable(model, folder / "trained")
@@ -46,7 +46,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def place(models, tmp_path, monkeypatch):
+def workdir(models, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
@@ -55,13 +55,13 @@ def place(models, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def evaluated(place, capfd, monkeypatch):
-    """The report and the table of one call."""
+def evaluated(workdir, capfd, monkeypatch):
+    """A function that runs `crosshead eval` and returns the report and the printed table."""
 
     def ask(command):
         status, out, err = run(capfd, monkeypatch, f"eval {command} --overwrite")
         assert (status, err) == (0, "")
-        return json.loads((place / "eval.json").read_text()), out
+        return json.loads((workdir / "eval.json").read_text()), out
 
     return ask
 
@@ -76,7 +76,7 @@ def changes(report, later=0):
 
 @pytest.fixture(scope="module")
 def compared(models, tmp_path_factory):
-    """The report on four models, of which the last one is the first again."""
+    """The report on four models, the last of which is the first one again."""
     names = [str(models / name) for name in ("trained", "zeroed", "ours", "trained")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
@@ -97,10 +97,10 @@ def test_the_table_holds_the_numbers_of_the_report(compared):
 
 
 def test_a_model_does_not_differ_from_itself(compared):
-    found = changes(compared, 2)
-    for row in found.values():
+    rows = changes(compared, 2)
+    for row in rows.values():
         assert (row["change"], row["items_that_differ"], row["verdict"]) == (0, 0, "equal")
-    assert found["crosshead_prose", "word_perplexity"]["interval"] == [0, 0]
+    assert rows["crosshead_prose", "word_perplexity"]["interval"] == [0, 0]
     assert "equal" in "\n".join(eval_lines(compared))
 
 
@@ -121,16 +121,16 @@ def test_a_random_model_is_at_chance_and_one_that_learnt_letters_is_not_lost(com
 
 
 @pytest.mark.slow
-def test_plain_lm_eval_says_the_same_without_crosshead(place, evaluated):
-    """On a published folder, with its own code: the batch size must be the same, since sums round differently."""
+def test_plain_lm_eval_says_the_same_without_crosshead(workdir, evaluated):
+    """On a folder with remote code, at the same batch size, since sums round differently at another one."""
     report, _ = evaluated("ours --suite offline --batch-size 1")
-    asked = ["--tasks", "crosshead_grammar,crosshead_prose", "--include_path", str(TASKS), "--batch_size", "1"]
+    task_options = ["--tasks", "crosshead_grammar,crosshead_prose", "--include_path", str(TASKS), "--batch_size", "1"]
     model = ["--model", "hf", "--model_args", "pretrained=ours,trust_remote_code=True", "--device", "cpu"]
-    alone = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "home")}
-    command = [sys.executable, "-P", "-c", PLAIN, *model, *asked, "--output_path", "plain"]
-    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=1200)
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workdir / "home")}
+    command = [sys.executable, "-P", "-c", PLAIN, *model, *task_options, "--output_path", "plain"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = (place / "plain").rglob("*.json")
+    (file,) = (workdir / "plain").rglob("*.json")
     plain = json.loads(file.read_text())["results"]
     for (task, metric), row in scores(report).items():
         assert plain[task][f"{metric},none"] == row["score"]
@@ -146,42 +146,42 @@ def test_batches_change_nothing_but_rounding(evaluated):
         assert scores(many)[key]["score"] == pytest.approx(row["score"], rel=1e-4)
 
 
-def test_tasks_of_a_users_own(place, evaluated):
-    write_task(place / "mine", "my_choice", CHOICE, num_fewshot=2, fewshot_split="test")
-    write_task(place / "mine", "my_prose", ROLLING)
-    write_task(place / "mine", "my_word", WORD)
-    write_task(place / "mine", "my_text", WRITTEN, generation_kwargs={"until": ["."], "max_gen_toks": 5})
+def test_tasks_of_a_users_own(workdir, evaluated):
+    write_task(workdir / "mine", "my_choice", CHOICE, num_fewshot=2, fewshot_split="test")
+    write_task(workdir / "mine", "my_prose", ROLLING)
+    write_task(workdir / "mine", "my_word", WORD)
+    write_task(workdir / "mine", "my_text", WRITTEN, generation_kwargs={"until": ["."], "max_gen_toks": 5})
     command = "trained zeroed --tasks my_choice,my_prose,my_word,my_text --include-path mine --compare"
     report, _ = evaluated(command)
-    found = scores(report)
+    rows = scores(report)
     perplexities = {("my_prose", name) for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
     others = {("my_choice", "acc"), ("my_choice", "acc_norm"), ("my_word", "perplexity"), ("my_word", "acc")}
-    assert found.keys() == perplexities | others | {("my_text", "exact_match")}
-    assert changes(report).keys() == found.keys()
-    assert found["my_choice", "acc"]["shots"] == 2
-    assert all(row["standard_error"] is not None for row in found.values())
-    assert {row["items"] for row in found.values()} == {len(ITEMS)}
+    assert rows.keys() == perplexities | others | {("my_text", "exact_match")}
+    assert changes(report).keys() == rows.keys()
+    assert rows["my_choice", "acc"]["shots"] == 2
+    assert all(row["standard_error"] is not None for row in rows.values())
+    assert {row["items"] for row in rows.values()} == {len(ITEMS)}
     assert report["suite"]["name"] == "tasks"
     assert report["compared"][0]["left_out"] == []
     again, _ = evaluated(command)
     assert again == report
 
 
-def test_what_is_no_mean_over_items_is_not_compared(place, evaluated):
+def test_what_is_no_mean_over_items_is_not_compared(workdir, evaluated):
     metrics = [
         {"metric": name, "aggregation": how, "higher_is_better": True}
         for name, how in (("acc", "mean"), ("acc_norm", "median"))
     ]
-    write_task(place / "mine", "yes_or_no", CHOICE, ITEMS[:2], metric_list=metrics)
+    write_task(workdir / "mine", "yes_or_no", CHOICE, ITEMS[:2], metric_list=metrics)
     report, out = evaluated("trained zeroed --tasks yes_or_no --include-path mine --compare")
     assert changes(report).keys() == {("yes_or_no", "acc")}
     (line,) = (line for line in out.splitlines() if "not compared" in line)
     assert "yes_or_no" in line and "acc_norm" in line
 
 
-def test_what_does_not_fit_is_counted(place, evaluated):
+def test_what_does_not_fit_is_counted(workdir, evaluated):
     items = [{"text": "a b c " * 40 * count, "choices": ["x", "y"], "label": 0} for count in (1, 1, 4)]
-    write_task(place / "mine", "long", CHOICE, items)
+    write_task(workdir / "mine", "long", CHOICE, items)
     report, out = evaluated("trained --tasks long --include-path mine")
     assert [row["items_cut"] for row in scores(report).values()] == [1, 1]
     lines = [line for line in out.splitlines() if "1 of 3" in line]
@@ -194,25 +194,25 @@ def test_a_model_that_knows_nothing_is_shown_as_so_many_times_worse():
     assert eval_report._change(row) == "x42  [+900.00%, x51]"
 
 
-def test_json_goes_to_stdout_alone(place, capfd, monkeypatch):
+def test_json_goes_to_stdout_alone(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, "eval trained --suite offline --limit 2 --json --out other.json")
     assert (status, err) == (0, "")
-    assert json.loads(out) == json.loads((place / "other.json").read_text())
+    assert json.loads(out) == json.loads((workdir / "other.json").read_text())
 
 
 @pytest.mark.slow
-def test_groups(place, evaluated):
-    """By size or not, as the group says, for scores and for differences alike."""
-    write_task(place / "mine", "six", CHOICE)
-    write_task(place / "mine", "two", CHOICE, ITEMS[1:3])
+def test_groups(workdir, evaluated):
+    """Scores and differences of a group are weighted by size or not, as the group's config says."""
+    write_task(workdir / "mine", "six", CHOICE)
+    write_task(workdir / "mine", "two", CHOICE, ITEMS[1:3])
     for name, by_size in (("by_size", True), ("by_task", False), ("apart", None)):
-        wanted = [{"metric": "acc", "aggregation": "mean", "weight_by_size": by_size}]
+        metrics = [{"metric": "acc", "aggregation": "mean", "weight_by_size": by_size}]
         group = {
             "group": name,
             "task": ["six", "two"],
-            **({} if by_size is None else {"aggregate_metric_list": wanted}),
+            **({} if by_size is None else {"aggregate_metric_list": metrics}),
         }
-        (place / "mine" / f"{name}.yaml").write_text(yaml.safe_dump(group))
+        (workdir / "mine" / f"{name}.yaml").write_text(yaml.safe_dump(group))
     reports = {}
     for name in ("by_size", "by_task", "apart"):
         reports[name], _ = evaluated(f"trained zeroed --tasks {name} --include-path mine --compare")
@@ -221,7 +221,7 @@ def test_groups(place, evaluated):
     six, two = ([model[task, "acc"]["score"] for model in apart] for task in ("six", "two"))
     for name, weights in (("by_size", (6 / 8, 2 / 8)), ("by_task", (1 / 2, 1 / 2))):
         expected = [weights[0] * one + weights[1] * other for one, other in zip(six, two, strict=True)]
-        found = [scores(reports[name], model)[name, "acc"] for model in (0, 1)]
-        assert [row["score"] for row in found] == pytest.approx(expected)
-        assert [row["items"] for row in found] == [8, 8]
+        rows = [scores(reports[name], model)[name, "acc"] for model in (0, 1)]
+        assert [row["score"] for row in rows] == pytest.approx(expected)
+        assert [row["items"] for row in rows] == [8, 8]
         assert changes(reports[name])[name, "acc"]["change"] == pytest.approx(expected[1] - expected[0])

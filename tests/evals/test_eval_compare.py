@@ -1,4 +1,4 @@
-"""Differences of two models on the same items, and how often the interval holds the true one."""
+"""Paired differences of two models on the same items, and the coverage of their intervals."""
 
 import math
 
@@ -10,11 +10,11 @@ from tiers import grid
 
 SAMPLES = 2000
 TOLERANCE = 3 * math.sqrt(0.95 * 0.05 / SAMPLES)
-"""Of a share that was counted over so many samples."""
+"""Three standard errors of a coverage of 0.95 that was estimated from SAMPLES samples."""
 
 
 def coverage(draw, true, binary=False):
-    """How often the interval holds the true ratio; `draw` gives values and weights of one sample."""
+    """Return the share of intervals that contain the true ratio; `draw` returns values and weights of one sample."""
     generator, held = torch.Generator().manual_seed(0), 0
     for _ in range(SAMPLES):
         values, weights = draw(generator)
@@ -33,7 +33,7 @@ def test_coverage_of_a_mean(count):
 
 @pytest.mark.parametrize("count", [45, 300])
 def test_coverage_of_a_change_of_perplexity(count):
-    """Documents differ in length, and long ones change more in all."""
+    """Documents differ in length, and longer ones change more in total."""
 
     def draw(generator):
         weights = torch.randint(50, 300, (count,), generator=generator).double()
@@ -48,7 +48,7 @@ def test_coverage_of_a_change_of_perplexity(count):
     grid([60, 240, 1000], [(0.3, 0.2), (0.1, 0.1), (0.05, 0.01), (0.02, 0.02), (0.003, 0.0)], strength=1),
 )
 def test_coverage_of_a_change_of_accuracy(count, rates):
-    """Never clearly below what is promised; above it where hardly an item differs."""
+    """Coverage is never clearly below 95 %, but may be above it where hardly any item differs."""
     lost, won = rates
 
     def draw(generator):
@@ -74,17 +74,17 @@ def test_pairing_is_what_makes_a_difference_sure():
     noise = torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     first = Items(hard.tolist(), [1.0] * 200, False)
     second = Items((hard + 0.1 + 0.1 * noise).tolist(), [1.0] * 200, False)
-    found = difference(first, second, True)
-    assert found["verdict"] == "better"
-    assert found["interval"][1] - found["interval"][0] < first.standard_error() / 2
+    change = difference(first, second, True)
+    assert change["verdict"] == "better"
+    assert change["interval"][1] - change["interval"][0] < first.standard_error() / 2
 
 
 @pytest.mark.parametrize("exponential", [True, False])
 def test_a_model_does_not_differ_from_itself(exponential):
     items = Items([3.0, 5.0, 2.0, 9.0], [1.0, 2.0, 1.0, 3.0], exponential)
-    found = difference(items, items, True)
-    assert (found["change"], found["interval"], found["items_that_differ"]) == (0, [0, 0], 0)
-    assert found["verdict"] == "equal"
+    change = difference(items, items, True)
+    assert (change["change"], change["interval"], change["items_that_differ"]) == (0, [0, 0], 0)
+    assert change["verdict"] == "equal"
 
 
 def test_right_and_wrong_answers():
@@ -92,12 +92,12 @@ def test_right_and_wrong_answers():
         Items([1.0, 1.0, 1.0, 0.0] * 50, [1.0] * 200, False),
         Items([1.0, 1.0, 0.0, 0.0] * 50, [1.0] * 200, False),
     )
-    found = difference(first, second, True)
-    assert (found["change"], found["items_that_differ"], found["verdict"]) == (-0.25, 50, "worse")
+    change = difference(first, second, True)
+    assert (change["change"], change["items_that_differ"], change["verdict"]) == (-0.25, 50, "worse")
     share, count = -50 / 202, 202
     error = math.sqrt((52 / count - share**2) / (count - 1))
     reach = t_quantile(count) * error
-    assert found["interval"] == pytest.approx([share - reach, share + reach])
+    assert change["interval"] == pytest.approx([share - reach, share + reach])
     assert difference(second, first, True)["verdict"] == "better"
     same = difference(first, first, True)
     assert (same["change"], same["verdict"]) == (0, "equal")
@@ -107,11 +107,11 @@ def test_right_and_wrong_answers():
 def test_perplexities_differ_by_a_part_of_the_first():
     first = Items([10.0, 20.0, 30.5], [5.0, 10.0, 15.0], True)
     second = Items([11.0, 22.0, 33.0], [5.0, 10.0, 15.0], True)
-    found = difference(first, second, False)
-    assert found["change"] == pytest.approx(math.exp(66 / 30) / math.exp(60.5 / 30) - 1)
-    assert found["verdict"] == "worse"
+    change = difference(first, second, False)
+    assert change["change"] == pytest.approx(math.exp(66 / 30) / math.exp(60.5 / 30) - 1)
+    assert change["verdict"] == "worse"
     assert difference(second, first, False)["verdict"] == "better"
-    assert found["scale"] == "part of the first"
+    assert change["scale"] == "part of the first"
 
 
 def test_errors_are_the_usual_ones_where_weights_are_one():

@@ -1,4 +1,4 @@
-"""What `crosshead eval` refuses: one clear line each."""
+"""`crosshead eval` refuses bad models, tasks and options with one clear line each."""
 
 import json
 
@@ -38,8 +38,8 @@ def models(tmp_path_factory):
     write_scorable(T5ForConditionalGeneration(T5Config(**T5)), folder / "t5")
     write_scorable(LlamaForSequenceClassification(toys.stock_config("Llama")), folder / "classifier")
     write_stock(folder / "endless")
-    for model, kept in (("model", "mute"), ("qwen", "empty")):  # without tokenizer
-        toys.stock_model({"model": "Llama", "qwen": "Qwen3"}[model]).save_pretrained(folder / kept)
+    for model, name in (("model", "mute"), ("qwen", "empty")):  # without tokenizer
+        toys.stock_model({"model": "Llama", "qwen": "Qwen3"}[model]).save_pretrained(folder / name)
     write_scorable(toys.stock_model("Llama", vocab_size=20), folder / "small")
     write_scorable(toys.stock_model("Llama"), folder / "foreign")
     auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
@@ -60,7 +60,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def place(models, tmp_path, monkeypatch):
+def workdir(models, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -118,39 +118,39 @@ CASES = {
     f"model {MINE} far_away": ["far_away", "offline"],
     "model --tasks ,": ["--tasks"],
 }
-"""Commands, and what their one line names."""
+"""Arguments of `crosshead eval` -> words of the one-line error."""
 OF_THE_HARNESS = {
     f"model {MINE} hidden": ["runs_code", "--confirm-run-unsafe-code"],
     f"model {MINE} blank,both": ["blank"],
     "model --tasks helaswag": ["'helaswag'", "'hellaswag'"],
 }
-"""The same, where the harness reads all of its own tasks, which takes ten seconds and more."""
+"""Like CASES; here the harness reads all of its own tasks, which takes ten seconds and more."""
 
 
 @pytest.mark.parametrize("command", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in OF_THE_HARNESS)])
-def test_one_clear_line(place, capfd, monkeypatch, command):
+def test_one_clear_line(workdir, capfd, monkeypatch, command):
     status, out, err = run(capfd, monkeypatch, f"eval {command}")
     assert (status, out) == (1, "")
     assert err.startswith("crosshead: error: ")
     assert err.count("\n") == 1
     assert all(word in err for word in (CASES | OF_THE_HARNESS)[command]), err
-    assert not (place / "eval.json").exists()
+    assert not (workdir / "eval.json").exists()
 
 
-def test_a_suite_and_tasks(place, capfd, monkeypatch):
+def test_a_suite_and_tasks(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, "eval model --suite quick --tasks piqa")
     assert (status, out) == (2, "")
     assert "--suite" in err and "--tasks" in err
 
 
-def test_code_that_is_trusted_runs(place, capfd, monkeypatch):
+def test_code_that_is_trusted_runs(workdir, capfd, monkeypatch):
     status, _, err = run(capfd, monkeypatch, f"eval foreign {OFFLINE} --trust-remote-code")
     assert "this ran" in f"{status}{err}"
 
 
-def test_a_later_model_that_fails_costs_no_scores(place, capfd, monkeypatch):
+def test_a_later_model_that_fails_costs_no_scores(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, f"eval model deeper {OFFLINE} --compare")
     assert (status, out) == (1, "") and "deeper" in err
-    report = json.loads((place / "eval.json").read_text())
+    report = json.loads((workdir / "eval.json").read_text())
     assert [model["model"] for model in report["models"]] == ["model"]
     assert report["compared"] == []

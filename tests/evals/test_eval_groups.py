@@ -1,4 +1,4 @@
-"""The score of a group: the items of which the harness makes it, and what its tasks have in common."""
+"""Scores of task groups: weights, items, shots and direction agree with the harness."""
 
 import pytest
 
@@ -6,11 +6,11 @@ from crosshead.evals.harness.scores import items_of, ratio, score_rows
 from crosshead.evals.harness.tasks import Benchmark, LoadedBenchmark
 
 RIGHT = {"six": {"acc": [1, 0, 1, 1, 0, 1], "acc_norm": [1, 1, 1, 0, 0, 0]}, "two": {"acc": [0, 1]}}
-"""By task and metric, item by item; one task lacks a metric."""
+"""Score of each item, by task and metric; one task lacks a metric."""
 
 
-def scored(found, by_size, aggregate):
-    """A group of tasks with these results: the harness's metrics, and the group with its samples."""
+def scored(results, by_size, aggregate):
+    """Return the harness's scores of a group of tasks with these per-item results, the group, and its samples."""
     from lm_eval.api.group import Group
     from lm_eval.api.task import Task
     from lm_eval.config.group import AggMetricConfig
@@ -25,17 +25,18 @@ def scored(found, by_size, aggregate):
             return aggregate
 
     Scored.__abstractmethods__ = frozenset()
-    metrics = {metric for of_task in found.values() for metric in of_task}
+    metrics = {metric for per_metric in results.values() for metric in per_metric}
     group = Group("group", aggregate_metric_list=[AggMetricConfig(each, weight_by_size=by_size) for each in metrics])
-    tasks, samples, scores = [Scored(name) for name in found], {}, {}
+    tasks, samples, scores = [Scored(name) for name in results], {}, {}
     for task in tasks:
         group.add(task)
-        of_task = found[task.task_name]
-        size = len(next(iter(of_task.values())))
+        per_metric = results[task.task_name]
+        size = len(next(iter(per_metric.values())))
         samples[task.task_name] = [
-            {"filter": "none"} | {metric: values[index] for metric, values in of_task.items()} for index in range(size)
+            {"filter": "none"} | {metric: values[index] for metric, values in per_metric.items()}
+            for index in range(size)
         ]
-        made = {f"{metric},none": aggregate[metric](values) for metric, values in of_task.items()}
+        made = {f"{metric},none": aggregate[metric](values) for metric, values in per_metric.items()}
         scores[task.task_name] = made | {"sample_len": size}
     return group.aggregate(scores), LoadedBenchmark(Benchmark("group", "group"), group, tasks), samples
 
@@ -55,8 +56,8 @@ def test_a_task_without_the_metric_is_left_out(by_size):
 def test_ratios_are_weighted_as_in_the_score(by_size):
     from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
 
-    found = {"short": [(-9.0, 4), (-30.0, 20)], "long": [(-200.0, 90), (-140.0, 75), (-8.0, 5)]}
-    both = {name: {"bits_per_byte": pairs, "perplexity": pairs} for name, pairs in found.items()}
+    results = {"short": [(-9.0, 4), (-30.0, 20)], "long": [(-200.0, 90), (-140.0, 75), (-8.0, 5)]}
+    both = {name: {"bits_per_byte": pairs, "perplexity": pairs} for name, pairs in results.items()}
     aggregate = {"bits_per_byte": bits_per_byte, "perplexity": weighted_perplexity}
     scores, group, samples = scored(both, by_size, aggregate)
     items = items_of(group, samples, "bits_per_byte", "none")
@@ -66,7 +67,7 @@ def test_ratios_are_weighted_as_in_the_score(by_size):
 
 @pytest.mark.parametrize(("shots", "common"), [((5, 5), 5), ((5, 0), None)])
 def test_shots_and_direction_are_those_of_the_tasks(shots, common):
-    """The harness gives neither of a group whose members are groups."""
+    """The harness reports neither for a group whose members are groups."""
     from lm_eval.api.metrics import mean
 
     names, lower = ("one", "other"), {"loss": False}

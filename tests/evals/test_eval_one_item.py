@@ -1,4 +1,4 @@
-"""Few items, or one: the interval is Student's or there is none, and scores are written before they are compared."""
+"""Comparisons on few items use Student's t; one item has no interval; scores are saved before the comparison."""
 
 import json
 
@@ -20,21 +20,21 @@ def test_quantiles_of_few_items(count, expected):
 
 def test_one_item_of_a_perplexity_has_no_interval():
     first, second = Items([10.0], [5.0], True), Items([11.0], [5.0], True)
-    found = difference(first, second, False)
-    assert found["change"] == pytest.approx(2.718281828 ** (1 / 5) - 1)
-    assert (found["interval"], found["verdict"], found["items"]) == (None, "unclear", 1)
+    change = difference(first, second, False)
+    assert change["change"] == pytest.approx(2.718281828 ** (1 / 5) - 1)
+    assert (change["interval"], change["verdict"], change["items"]) == (None, "unclear", 1)
     assert difference(first, first, False)["verdict"] == "equal"
 
 
 def test_a_wide_interval_is_finite():
     first, second = Items([1.0, 1.0], [1.0, 1.0], True), Items([500.0, 1.0], [1.0, 1.0], True)
-    found = difference(first, second, False)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    change = difference(first, second, False)
+    assert json.loads(json.dumps(change, allow_nan=False)) == change
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A user's home with two models."""
+    """A home directory with two models."""
     folder = tmp_path_factory.mktemp("home")
     write_scorable(toys.stock_model("Llama"), folder / "first")
     write_scorable(toys.stock_model("Qwen3"), folder / "second")
@@ -43,7 +43,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def line(home, tmp_path, capfd, monkeypatch):
-    """A command in a folder with a task of one item, its home that of the user."""
+    """A function that runs a command in a folder with a one-item task, with HOME set to `home`."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
@@ -67,13 +67,13 @@ def test_one_item_and_models_in_the_home_make_a_card(line, home, tmp_path):
     (home / "second").rename(home / "moved")
     status, _, err = line(f"card {home}/moved --eval eval.json")
     assert (status, err) == (0, "")
-    kept = json.loads((home / "moved/evaluation.json").read_text())["evaluations"][0]
-    assert kept["scores"] == report["models"][1]["scores"]
-    assert kept["compared"]["with"] == "first"
+    record = json.loads((home / "moved/evaluation.json").read_text())["evaluations"][0]
+    assert record["scores"] == report["models"][1]["scores"]
+    assert record["compared"]["with"] == "first"
 
 
 def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
-    kept = []
+    saved = []
 
     def failing(*arguments):
         raise ZeroDivisionError("the comparison")
@@ -85,5 +85,5 @@ def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
     monkeypatch.setattr(evaluating, "_score", lambda opened, *rest: ({"model": opened.name, "scores": []}, []))
     monkeypatch.setattr(evaluating, "compare", failing)
     with pytest.raises(ZeroDivisionError):
-        evaluating.evaluate(["a", "b"], "offline", compared=True, save=lambda report: kept.append(json.dumps(report)))
-    assert [model["model"] for model in json.loads(kept[-1])["models"]] == ["a", "b"]
+        evaluating.evaluate(["a", "b"], "offline", compared=True, save=lambda report: saved.append(json.dumps(report)))
+    assert [model["model"] for model in json.loads(saved[-1])["models"]] == ["a", "b"]

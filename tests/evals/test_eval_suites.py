@@ -1,31 +1,31 @@
-"""The shipped suites: what they hold, and that the installed harness knows it."""
+"""The shipped suites have the rows and shots of the papers, and the installed harness knows their tasks."""
 
 import pytest
 
 from crosshead.evals.harness.tasks import TASKS, read_suite, suite_names
 
 ROWS = {"moh-llm": 6, "moh-llama3": 14, "mea": 6, "mea-reasoning": 11, "kha": 19, "quick": 4, "offline": 2}
-"""Rows of the papers' tables, those that the harness lacks included."""
+"""Number of rows in the papers' tables, including tasks that the harness lacks."""
 SHOTS = {"MMLU": 5, "CEVAL": 5, "CMMLU": 5, "GSM8K": 8, "HellaSwag": 10, "BoolQ": 32, "NQ": 32, "ARC-C": 25}
-"""Of moh-llama3, as its table says; the other six have none."""
+"""Few-shot examples per benchmark of moh-llama3, as its table says; its other six benchmarks are zero-shot."""
 NAMED_ELSEWHERE = {
     ("humaneval_plus", "pass@1"): "pass_at_k",
     ("mbpp", "pass_at_1"): "utils",
     ("mbpp_plus", "pass_at_1"): "utils",
 }
-"""Metrics that a task's own code names: what stands in its YAML."""
+"""(task, metric) whose metric is named in the task's code -> part of the metric's entry in the YAML."""
 
 
 @pytest.fixture(scope="module")
 def harness():
-    """The installed harness's index, and what each entry says."""
+    """The task manager of the installed harness."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=str(TASKS))
 
 
 def leaves(harness, name):
-    """The configurations of a task, or of all tasks of a group or tag."""
+    """Return the config of a task, or the configs of all tasks of a group or tag."""
     entry = harness.task_index[name]
     if entry.kind.name == "TAG":
         return [leaf for member in entry.tags for leaf in leaves(harness, member)]
@@ -63,9 +63,9 @@ def test_what_is_said_to_be_missing_is(harness):
     known = [name.lower().replace("_", "").replace("-", "") for name in harness.all_tasks]
     for suite in ("mea-reasoning", "kha"):
         for name in read_suite(suite).missing:
-            wanted = name.lower().replace("-", "").replace("hard", "")
-            assert wanted not in known
-            assert name == "PHYSICS" or not any(task.startswith(wanted) for task in known), name
+            lower_name = name.lower().replace("-", "").replace("hard", "")
+            assert lower_name not in known
+            assert name == "PHYSICS" or not any(task.startswith(lower_name) for task in known), name
 
 
 @pytest.mark.slow

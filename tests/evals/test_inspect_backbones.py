@@ -1,4 +1,4 @@
-"""`crosshead inspect` of encoders, T5, vision transformers and decoders whose keys share a part, and the oracles."""
+"""`crosshead inspect` of encoders, T5, vision transformers, latent attention and GTA, against the oracles."""
 
 import json
 import shutil
@@ -46,17 +46,17 @@ def test_values_are_those_of_the_oracles(backbone, case):
     for record, *call in shown:
         layer_mixers, weights, expected = truth(backbone, model, record, *call)
         depth = 0 if backbone == "Albert" else record["layer"]
-        wanted = shown_maps(expected["weights"], weights, layer_mixers, depth)
-        assert record["maps"]["shape"] == list(wanted.shape)
+        expected_maps = shown_maps(expected["weights"], weights, layer_mixers, depth)
+        assert record["maps"]["shape"] == list(expected_maps.shape)
         scale = record["maps"]["scale"]
-        roots = [each.sign() * (each.abs() / scale).sqrt() for each in (maps(record["maps"]), wanted)]
+        roots = [each.sign() * (each.abs() / scale).sqrt() for each in (maps(record["maps"]), expected_maps)]
         assert torch.allclose(*roots, atol=0.5 / 127 + 1e-3)
-        for side, turned in (("keys", wanted), ("queries", wanted.transpose(1, 2))):
+        for side, turned in (("keys", expected_maps), ("queries", expected_maps.transpose(1, 2))):
             index = torch.tensor(unpack(record[side]["index"])).long().reshape(record[side]["index"]["shape"])
-            found, near = numbers(record[side]["weight"]), 1e-4 * max(1.0, float(wanted.abs().max()))
-            assert torch.allclose(found, turned.gather(-1, index.clamp_min(0)) * (index >= 0), atol=near)
+            picked, tolerance = numbers(record[side]["weight"]), 1e-4 * max(1.0, float(expected_maps.abs().max()))
+            assert torch.allclose(picked, turned.gather(-1, index.clamp_min(0)) * (index >= 0), atol=tolerance)
             largest = turned.abs().topk(index.shape[-1], dim=-1).values
-            assert torch.allclose(found.abs(), largest, atol=near)
+            assert torch.allclose(picked.abs(), largest, atol=tolerance)
         assert (record["routing"] is not None) == ("mixture" in layer_mixers)
         if record["routing"]:
             assert torch.allclose(numbers(record["routing"]["gates"]), expected["gates"].T, atol=1e-3)
@@ -66,7 +66,7 @@ def test_values_are_those_of_the_oracles(backbone, case):
 @pytest.mark.parametrize("backbone", first(STOCK_MODELS, 2))
 @torch.no_grad()
 def test_norms_of_stock_layers(backbone):
-    """Values by products in float64, outputs as the weights' sums of them."""
+    """Expected values from matmuls in float64, expected outputs as the weighted sums of these values."""
     model, shown = shown_and_called(backbone, {})
     for record, module, inputs, source in shown:
         read = (inputs if source is None else source)[0].double()
@@ -93,31 +93,33 @@ def test_measures_without_a_causal_mask(backbone):
     (record, *call), *_ = shown
     weights = truth(backbone, model, record, *call)[2]["weights"].tolist()
     count = len(weights[0])
-    places = {token: divmod(token - 1, 4) for token in range(1, count)} if backbone == "ViT" else None
+    positions = {token: divmod(token - 1, 4) for token in range(1, count)} if backbone == "ViT" else None
     for head, rows in enumerate(weights):
-        if places:
-            pairs = [(t, s) for t in places for s in places]
-            apart = {
-                (t, s): sum((a - b) ** 2 for a, b in zip(places[t], places[s], strict=True)) ** 0.5 for t, s in pairs
+        if positions:
+            pairs = [(t, s) for t in positions for s in positions]
+            distances = {
+                (t, s): sum((a - b) ** 2 for a, b in zip(positions[t], positions[s], strict=True)) ** 0.5
+                for t, s in pairs
             }
         else:
-            apart = {(t, s): abs(t - s) for t in range(count) for s in range(count)}
-        wanted = {
+            distances = {(t, s): abs(t - s) for t in range(count) for s in range(count)}
+        expected = {
             "first": sum(row[0] for row in rows) / count,
             "own": sum(rows[t][t] for t in range(count)) / count,
-            "distance": sum(rows[t][s] * far for (t, s), far in apart.items()) / sum(rows[t][s] for t, s in apart),
+            "distance": sum(rows[t][s] * distance for (t, s), distance in distances.items())
+            / sum(rows[t][s] for t, s in distances),
         }
-        if not places:
-            wanted["previous"] = sum(rows[t][t - 1] for t in range(1, count)) / (count - 1)
-            wanted["next"] = sum(rows[t][t + 1] for t in range(count - 1)) / (count - 1)
-        found = {name: record["measures"][name][head] for name in wanted}
-        assert found == pytest.approx(wanted, rel=1e-3)
+        if not positions:
+            expected["previous"] = sum(rows[t][t - 1] for t in range(1, count)) / (count - 1)
+            expected["next"] = sum(rows[t][t + 1] for t in range(count - 1)) / (count - 1)
+        measures = {name: record["measures"][name][head] for name in expected}
+        assert measures == pytest.approx(expected, rel=1e-3)
         assert ("previous" in record["measures"]) == (backbone == "Bert")
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch, capfd):
-    """Runs the command, and returns the only model of the report."""
+    """A function that runs the command and returns the only model of the report."""
     monkeypatch.chdir(tmp_path)
 
     def measured(*arguments):
@@ -198,11 +200,13 @@ def test_the_last_stage_of_transnext(tmp_path, report, case):
     write_image_model(tmp_path / "vit", image_size=96)
     shutil.copy(tmp_path / "vit" / "preprocessor_config.json", tmp_path / "model")
     image = write_images(tmp_path / "images", 1) / "0.png"
-    found = report("model", "--image", str(image))
-    (text,), attention = found["texts"], model.transnext.block4[0].attn
+    model_record = report("model", "--image", str(image))
+    (text,), attention = model_record["texts"], model.transnext.block4[0].attn
     assert text["tokens"] == [f"patch ({row}, {column})" for row in range(3) for column in range(3)]
-    assert found["parts"] == [{"name": "last", "rows": "image", "columns": "image", "causal": False, "layers": 1}]
-    assert (found["query_heads"], found["key_value_heads"], found["head_dim"]) == (4, 4, 8)
+    assert model_record["parts"] == [
+        {"name": "last", "rows": "image", "columns": "image", "causal": False, "layers": 1}
+    ]
+    assert (model_record["query_heads"], model_record["key_value_heads"], model_record["head_dim"]) == (4, 4, 8)
 
     inputs = []
     attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
@@ -212,8 +216,8 @@ def test_the_last_stage_of_transnext(tmp_path, report, case):
     weights = {name: each.detach().double() for name, each in attention.named_parameters()}
     mixers = model.config.mixers_of_layer(4)
     shape = transnext_oracle.Attention(4, 1, 3, 3, 4)
-    wanted = transnext_oracle.attention_weights(list(inputs[0][0].double()), (3, 3), weights, shape, mixers)
-    shown = shown_maps(wanted, weights, mixers, 4)
+    expected = transnext_oracle.attention_weights(list(inputs[0][0].double()), (3, 3), weights, shape, mixers)
+    shown = shown_maps(expected, weights, mixers, 4)
     (record,) = text["layers"]
     assert torch.allclose(maps(record["maps"]), shown, atol=0.02)
     assert torch.allclose(numbers(record["keys"]["weight"])[:, :, 0].abs(), shown.abs().amax(-1), atol=1e-3)
@@ -222,7 +226,7 @@ def test_the_last_stage_of_transnext(tmp_path, report, case):
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A model of each kind, and files that are no images."""
+    """A folder with a model of each kind, an image and a broken image."""
     write_encoder(tmp_path / "bert")
     write_encoder(tmp_path / "short", max_position_embeddings=20)
     write_model(toys.stock_model("T5"), tmp_path / "t5")

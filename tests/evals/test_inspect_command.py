@@ -1,4 +1,4 @@
-"""`crosshead inspect`: the two files it writes, and what it refuses."""
+"""`crosshead inspect`: the page, the JSON report and refused inputs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TEXT = "the cat sat on the mat."
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     write_stock(tmp_path / "source", "Qwen3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -38,14 +38,14 @@ def measured(line, *arguments):
         return json.load(file)
 
 
-def test_the_page_is_made_of_the_json_and_of_nothing_outside(place, line):
+def test_the_page_is_made_of_the_json_and_of_nothing_outside(workdir, line):
     report = measured(line, "source", "--text", TEXT)
-    assert sorted(path.name for path in place.iterdir()) == ["report.html", "report.json", "source"]
-    page = (place / "report.html").read_text(encoding="utf-8")
+    assert sorted(path.name for path in workdir.iterdir()) == ["report.html", "report.json", "source"]
+    page = (workdir / "report.html").read_text(encoding="utf-8")
     assert page == page_text(report)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|\bsrc=|<link|@import|url\(|fetch\(|XMLHttp", page)
     assert "default-src 'none'" in page
-    assert str(place) not in page
+    assert str(workdir) not in page
     assert not re.search(r"\{\{\w+\}\}", page)
     assert report["longest_text"] == 512
     (model,) = report["models"]
@@ -58,10 +58,10 @@ def test_the_page_is_made_of_the_json_and_of_nothing_outside(place, line):
     assert text["mean_similarity"]["patterns"] == pytest.approx(sum(means) / 2, rel=1e-4)
 
 
-def test_a_text_cannot_break_out_of_the_page(place, line):
-    (place / "text.txt").write_text('</script><script>alert("1")</script><!-- {{data}}')
+def test_a_text_cannot_break_out_of_the_page(workdir, line):
+    (workdir / "text.txt").write_text('</script><script>alert("1")</script><!-- {{data}}')
     report = measured(line, "source", "--text", "text.txt")
-    page = (place / "report.html").read_text(encoding="utf-8")
+    page = (workdir / "report.html").read_text(encoding="utf-8")
     before, _, rest = page.partition('id="data">')
     data, _, after = rest.partition("</script>")
     assert json.loads(data) == report
@@ -69,9 +69,9 @@ def test_a_text_cannot_break_out_of_the_page(place, line):
 
 
 @pytest.mark.parametrize("case", toys.CASES)
-def test_every_mechanism(place, line, case):
+def test_every_mechanism(workdir, line, case):
     model = toys.mixed_model("Qwen2", toys.CASES[case])
-    write_model(model, place / "mixed")
+    write_model(model, workdir / "mixed")
     (record,) = measured(line, "mixed", "--text", TEXT)["models"]
     assert record["mixers"] == model.config.mixers
     assert record["parameters"] == model.num_parameters()
@@ -81,9 +81,9 @@ def test_every_mechanism(place, line, case):
     assert routes == ["mixture" in toys.CASES[case]] * 2
 
 
-def test_the_drift_that_a_training_has_recorded(place, line):
-    write_model(toys.mixed_model("Llama", {"knocking": {}}), place / "trained")
-    training = place / "trained" / "training.json"
+def test_the_drift_that_a_training_has_recorded(workdir, line):
+    write_model(toys.mixed_model("Llama", {"knocking": {}}), workdir / "trained")
+    training = workdir / "trained" / "training.json"
     assert measured(line, "trained", "--text", TEXT)["models"][0]["drift"] == {}
     training.write_text(json.dumps({"metrics": {"step": 3, "drift/knocking": 0.25, "loss": 2.0}}))
     (record,) = measured(line, "trained", "--text", TEXT, "--overwrite")["models"]
@@ -93,10 +93,10 @@ def test_the_drift_that_a_training_has_recorded(place, line):
     assert status == 1 and "training.json" in error
 
 
-def test_load_and_scores_are_those_of_the_routers(place, line):
+def test_load_and_scores_are_those_of_the_routers(workdir, line):
     mixers = {"mixture": {"shared_heads": 1, "active_heads": 3}}
     model = toys.mixed_model("Llama", mixers)
-    write_model(model, place / "mixed")
+    write_model(model, workdir / "mixed")
     (record,) = measured(line, "mixed", "--text", TEXT)["models"]
     tokens = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
     with torch.no_grad():
@@ -109,9 +109,9 @@ def test_load_and_scores_are_those_of_the_routers(place, line):
         assert routing["mean_score"][1:] == pytest.approx(probabilities[0].mean(0).tolist(), rel=1e-3)
 
 
-def test_two_models_and_several_texts(place, line):
-    write_model(toys.mixed_model("Llama", {"differential": {}}), place / "mixed")
-    (place / "other.txt").write_text("another text, in a file")
+def test_two_models_and_several_texts(workdir, line):
+    write_model(toys.mixed_model("Llama", {"differential": {}}), workdir / "mixed")
+    (workdir / "other.txt").write_text("another text, in a file")
     report = measured(line, "source", "mixed", "--text", TEXT, "--text", "other.txt")
     assert [model["name"] for model in report["models"]] == ["source", "mixed"]
     for model in report["models"]:
@@ -120,33 +120,33 @@ def test_two_models_and_several_texts(place, line):
     assert labels == ["0", "1", "softmax 0", "softmax 1", "softmax 2", "softmax 3"]
 
 
-def test_one_token_is_enough(place, line):
+def test_one_token_is_enough(workdir, line):
     (text,) = measured(line, "source", "--text", "a")["models"][0]["texts"]
     assert text["tokens"] == ["a"]
     assert text["layers"][0]["measures"]["entropy"] == [0.0] * 4
 
 
-def test_overwrite(place, line):
+def test_overwrite(workdir, line):
     measured(line, "source", "--text", TEXT)
     for name in ("report.html", "report.json"):
-        before = snapshot(place)
+        before = snapshot(workdir)
         status, out, err = line("source", "--text", TEXT, "--out", "report.html")
         assert (status, out) == (1, "")
         assert name in err and "--overwrite" in err and err.count("\n") == 1
-        assert snapshot(place) == before
-        (place / "report.html").unlink(missing_ok=True)
+        assert snapshot(workdir) == before
+        (workdir / "report.html").unlink(missing_ok=True)
     assert line("source", "--text", "another", "--out", "report.html", "--overwrite")[0] == 0
-    assert json.loads((place / "report.json").read_text())["models"][0]["texts"][0]["name"] == "another"
+    assert json.loads((workdir / "report.json").read_text())["models"][0]["texts"][0]["name"] == "another"
 
 
 @pytest.fixture
-def broken(place):
-    """Folders that are no complete causal language model."""
-    write_stock(place / "short", max_position_embeddings=20)
-    write_stock(place / "roomy", max_position_embeddings=1000)
-    write_stock(place / "small", vocab_size=30)
-    write_stock(place / "bare")
-    for file in (place / "bare").glob("*token*"):
+def broken(workdir):
+    """The working folder with models and texts that cannot be shown."""
+    write_stock(workdir / "short", max_position_embeddings=20)
+    write_stock(workdir / "roomy", max_position_embeddings=1000)
+    write_stock(workdir / "small", vocab_size=30)
+    write_stock(workdir / "bare")
+    for file in (workdir / "bare").glob("*token*"):
         file.unlink()
     others = {
         "gpt2": GPT2LMHeadModel(
@@ -156,19 +156,19 @@ def broken(place):
         "backbone": toys.stock_model("Llama").model,
     }
     for name, model in others.items():
-        model.save_pretrained(place / name)
-        character_tokenizer().save_pretrained(place / name)
-    write_stock(place / "headless")
-    edit_json(place / "headless", "config.json", num_hidden_layers=3)
+        model.save_pretrained(workdir / name)
+        character_tokenizer().save_pretrained(workdir / name)
+    write_stock(workdir / "headless")
+    edit_json(workdir / "headless", "config.json", num_hidden_layers=3)
     damaged = toys.stock_model("Llama")
     damaged.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.nan
-    write_model(damaged, place / "damaged")
-    (place / "binary.txt").write_bytes(b"a\0b")
-    (place / "latin.txt").write_bytes("für".encode("latin-1"))
-    (place / "empty.txt").write_text(" \n")
-    (place / "long.txt").write_text("many words " * 60)
-    (place / "report.json.html").mkdir()
-    return place
+    write_model(damaged, workdir / "damaged")
+    (workdir / "binary.txt").write_bytes(b"a\0b")
+    (workdir / "latin.txt").write_bytes("für".encode("latin-1"))
+    (workdir / "empty.txt").write_text(" \n")
+    (workdir / "long.txt").write_text("many words " * 60)
+    (workdir / "report.json.html").mkdir()
+    return workdir
 
 
 REFUSED = [
@@ -218,25 +218,25 @@ def test_what_cannot_be_shown_is_one_line_and_leaves_nothing(broken, line):
         (["a", "b", "c", "--text", TEXT, "--out", "report.html"], "(c)"),
     ],
 )
-def test_wrong_usage(place, line, arguments, words):
+def test_wrong_usage(workdir, line, arguments, words):
     status, out, err = line(*arguments)
     assert (status, out) == (2, "")
     assert words in err
 
 
-def test_a_full_disk_leaves_nothing(place, monkeypatch):
+def test_a_full_disk_leaves_nothing(workdir, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     report = {"longest_text": 512, "top": 5, "models": []}
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(ValueError, match=r"report\.json"):
-        write_report(report, place / "report.html")
-    assert [path.name for path in place.iterdir()] == ["source"]
+        write_report(report, workdir / "report.html")
+    assert [path.name for path in workdir.iterdir()] == ["source"]
 
 
-def test_a_folder_without_permission(place, line, monkeypatch):
-    (place / "closed").mkdir()
+def test_a_folder_without_permission(workdir, line, monkeypatch):
+    (workdir / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda folder, _: folder.name != "closed")  # root may write anywhere
     status, _, err = line("source", "--text", TEXT, "--out", "closed/report.html")
     assert status == 1

@@ -26,8 +26,8 @@ CASES = {
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with an image of 6 x 6 pixels."""
+def workdir(tmp_path, monkeypatch):
+    """The working directory, with an image of 6 x 6 pixels."""
     generator = torch.Generator().manual_seed(2)
     pixels = torch.randint(256, (6, 6, 3), generator=generator, dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(tmp_path / "image.png")
@@ -37,7 +37,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def report(capfd, monkeypatch):
-    """Runs the command, and returns the only model of the report."""
+    """A function that runs the command and returns the only model of the report."""
 
     def measured(*arguments):
         status, _, err = run(capfd, monkeypatch, ["inspect", *arguments, "--overwrite", "--out", "page.html"])
@@ -50,21 +50,23 @@ def report(capfd, monkeypatch):
 
 
 def noisy(pixels, time):
-    """The image at a time of DiT's linear schedule, channels first."""
-    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000, dtype=np.float64))[time]
+    """Return the noised image (channels, height, width) at a time step of DiT's linear schedule."""
+    signal = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000, dtype=np.float64))[time]
     noise = torch.randn(1, *pixels.shape, generator=torch.Generator().manual_seed(0))[0].double()
-    return kept**0.5 * pixels + (1 - kept) ** 0.5 * noise
+    return signal**0.5 * pixels + (1 - signal) ** 0.5 * noise
 
 
 @pytest.mark.parametrize("case", first(["mixture", "stock", "knocking+gating"]))
 @pytest.mark.parametrize("time", first([250, 0]))
-def test_blocks_are_those_of_the_oracle(place, report, case, time):
+def test_blocks_are_those_of_the_oracle(workdir, report, case, time):
     mixers = CASES[case]
     model = dit_toys.stock_dit() if mixers is None else dit_toys.our_dit(mixers)
-    model.save_pretrained(place / "dit")
-    noise_schedule().save_pretrained(place / "dit")
-    found = report("dit", "--image", "image.png", "--time", str(time))
-    sizes = {name: found[name] for name in ("layers", "query_heads", "key_value_heads", "head_dim", "parameters")}
+    model.save_pretrained(workdir / "dit")
+    noise_schedule().save_pretrained(workdir / "dit")
+    model_record = report("dit", "--image", "image.png", "--time", str(time))
+    sizes = {
+        name: model_record[name] for name in ("layers", "query_heads", "key_value_heads", "head_dim", "parameters")
+    }
     assert sizes == {
         "layers": 2,
         "query_heads": 4,
@@ -72,7 +74,7 @@ def test_blocks_are_those_of_the_oracle(place, report, case, time):
         "head_dim": 8,
         "parameters": sum(each.numel() for each in model.parameters()),
     }
-    (text,) = found["texts"]
+    (text,) = model_record["texts"]
     assert text["name"] == f"image.png at time {time}"
     assert text["tokens"] == [f"patch ({row}, {column})" for row in range(3) for column in range(3)]
     image = np.asarray(Image.open("image.png"))
@@ -82,32 +84,32 @@ def test_blocks_are_those_of_the_oracle(place, report, case, time):
     weights = {name: each.detach().double() for name, each in model.named_parameters()}
     per_block = [{} if mixers is None else model.mixers_of_layer(block) for block in range(2)]
     _, blocks = dit_oracle.model(noisy(pixels, time), time, 7, weights, model.config, per_block)
-    for record, wanted in zip(text["layers"], blocks, strict=True):
-        shown = wanted["weights"]
+    for record, expected in zip(text["layers"], blocks, strict=True):
+        shown = expected["weights"]
         assert torch.allclose(maps(record["maps"]), shown, atol=0.02)
         assert torch.allclose(numbers(record["keys"]["weight"])[:, :, 0], shown.amax(-1), atol=1e-3)
         assert (record["routing"] is not None) == (case == "mixture")
         if record["routing"]:
-            assert torch.allclose(numbers(record["routing"]["gates"]), wanted["gates"].T, atol=1e-3)
-            assert torch.allclose(numbers(record["routing"]["scores"]), wanted["probabilities"].T, atol=1e-3)
+            assert torch.allclose(numbers(record["routing"]["gates"]), expected["gates"].T, atol=1e-3)
+            assert torch.allclose(numbers(record["routing"]["scores"]), expected["probabilities"].T, atol=1e-3)
             measured = numbers(record["output_norms"])
-            assert (measured > 0).equal(wanted["gates"].T > 0)
+            assert (measured > 0).equal(expected["gates"].T > 0)
 
 
-def test_a_pipeline_reads_latents(place, report):
-    dit_toys.pipeline().save_pretrained(place / "pipeline")
+def test_a_pipeline_reads_latents(workdir, report):
+    dit_toys.pipeline().save_pretrained(workdir / "pipeline")
     one, other = (report("pipeline", "--image", "image.png", "--time", time) for time in ("0", "999"))
     assert one["texts"][0]["layers"][0]["maps"]["data"] != other["texts"][0]["layers"][0]["maps"]["data"]
     assert len(one["texts"][0]["tokens"]) == 9
 
 
-def test_wrong_uses_are_one_line(place, capfd, monkeypatch):
-    dit_toys.our_dit({}).save_pretrained(place / "dit")
-    dit_toys.pipeline().save_pretrained(place / "pipeline")
+def test_wrong_uses_are_one_line(workdir, capfd, monkeypatch):
+    dit_toys.our_dit({}).save_pretrained(workdir / "dit")
+    dit_toys.pipeline().save_pretrained(workdir / "pipeline")
     shutil.copytree("dit", "broken")
-    (place / "broken" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
-    write_image_model(place / "vit")
-    before = snapshot(place)
+    (workdir / "broken" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
+    write_image_model(workdir / "vit")
+    before = snapshot(workdir)
     uses = {
         ("dit", "--image", "image.png", "--time", "1000"): "--time 1000",
         ("dit", "--text", "some words"): "--text",
@@ -121,4 +123,4 @@ def test_wrong_uses_are_one_line(place, capfd, monkeypatch):
         status, out, err = run(capfd, monkeypatch, ["inspect", *arguments, "--out", "page.html"])
         assert (status, out) == (1, ""), arguments
         assert err.startswith("crosshead: error: ") and err.count("\n") == 1 and words in err, err
-        assert snapshot(place) == before
+        assert snapshot(workdir) == before

@@ -1,4 +1,4 @@
-"""What is measured of a layer: seen as it happens, and equal to the definitions written as loops."""
+"""Recorded states of attention layers match the forward pass; measures match their definitions as loops."""
 
 import math
 
@@ -33,54 +33,54 @@ def random_maps(heads=3, size=7, seed=0):
     return logits.mul(2).masked_fill(hidden, -torch.inf).softmax(-1)
 
 
-def see(backbone, mixers):
-    """A model, its tokens, and what was seen of each layer."""
+def record(backbone, mixers):
+    """Return a model, its tokens and the recorded LayerStates of each layer."""
     model = toys.mixed_model(backbone, mixers) if mixers else toys.stock_model(backbone)
-    tokens, found = toys.tokens(1, LENGTH), []
+    tokens, states = toys.tokens(1, LENGTH), []
     for layer in model.model.layers:
         before = dict(layer.self_attn.named_modules())
-        with torch.no_grad(), record_states(layer.self_attn, BACKBONES["llama"], found.append):
+        with torch.no_grad(), record_states(layer.self_attn, BACKBONES["llama"], states.append):
             watched = model(tokens).logits
         assert dict(layer.self_attn.named_modules()) == before
     with torch.no_grad():
         assert torch.equal(watched, model(tokens).logits)
-    return model, tokens, found
+    return model, tokens, states
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, CASES, strength=1))
 def test_what_is_seen_is_what_happened(backbone, case):
-    model, tokens, found = see(backbone, CASES[case])
+    model, tokens, states = record(backbone, CASES[case])
     inputs = []
     hooks = [
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, given: inputs.append(given[0][0]))
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0][0]))
         for layer in model.model.layers
     ]
     with torch.no_grad():
         outputs = model(tokens, output_attentions=True)
     for hook in hooks:
         hook.remove()
-    assert len(found) == len(outputs.attentions) == 2
-    for layer, seen in enumerate(found):
-        assert torch.equal(seen.weights, outputs.attentions[layer][0])
-        assert torch.equal(seen.head_outputs.flatten(1), inputs[layer])
+    assert len(states) == len(outputs.attentions) == 2
+    for layer, recording in enumerate(states):
+        assert torch.equal(recording.weights, outputs.attentions[layer][0])
+        assert torch.equal(recording.head_outputs.flatten(1), inputs[layer])
         mixers = getattr(model.model.layers[layer].self_attn, "mixers", {})
-        weights = output_weights(seen.weights, seen.subtracted)
-        made = torch.nn.functional.normalize(made_of(weights, seen), dim=-1)
-        # What differential norms afterwards points the same way.
-        assert torch.allclose(made, torch.nn.functional.normalize(seen.attention_outputs, dim=-1), atol=1e-5)
+        weights = output_weights(recording.weights, recording.subtracted)
+        expected = torch.nn.functional.normalize(made_of(weights, recording), dim=-1)
+        # Compare directions only: differential attention normalises the head outputs afterwards.
+        assert torch.allclose(expected, torch.nn.functional.normalize(recording.attention_outputs, dim=-1), atol=1e-5)
         routes = "mixture" in mixers
-        assert (seen.routing is not None) == routes
+        assert (recording.routing is not None) == routes
         if routes:
-            gates, probabilities = seen.routing
+            gates, probabilities = recording.routing
             assert torch.allclose(probabilities.sum(-1), torch.ones(LENGTH))
             assert (gates != 0).sum(-1).tolist() == [mixers["mixture"].settings["active_heads"]] * LENGTH
 
 
-def made_of(weights, seen):
-    """Head outputs (T, heads, features), head by head from weights and values."""
-    features = seen.attention_outputs.shape[-1]
-    values = seen.values
-    if features != values.shape[-1]:  # pairs of heads side by side
+def made_of(weights, recorded):
+    """Return head outputs (T, heads, features), computed head by head from weights and values."""
+    features = recorded.attention_outputs.shape[-1]
+    values = recorded.values
+    if features != values.shape[-1]:  # differential: the values of a pair of heads, concatenated
         values = torch.cat([values[0::2], values[1::2]], dim=-1)
     group = len(weights) // len(values)
     return torch.stack([weights[head] @ values[head // group] for head in range(len(weights))], dim=1)
@@ -93,10 +93,10 @@ def test_similarities_are_those_of_the_paper():
         for j in range(3):
             distances = [float((weights[i, t] - weights[j, t]).abs().sum()) for t in range(7)]
             assert patterns[i, j] == pytest.approx(1 - sum(distances) / 7 / 2, abs=1e-6)
-            turned = [
+            cosine_values = [
                 float(outputs[t, i] @ outputs[t, j] / outputs[t, i].norm() / outputs[t, j].norm()) for t in range(7)
             ]
-            assert cosines[i, j] == pytest.approx(sum(turned) / 7, abs=1e-6)
+            assert cosines[i, j] == pytest.approx(sum(cosine_values) / 7, abs=1e-6)
     pairs = [float(patterns[i, j]) for i in range(3) for j in range(3) if i != j]
     assert mean_of_pairs(patterns) == pytest.approx(sum(pairs) / 6, abs=1e-5)
     assert mean_of_pairs(patterns[:1, :1]) is None
@@ -104,17 +104,17 @@ def test_similarities_are_those_of_the_paper():
 
 def test_measures_are_what_they_say():
     weights = random_maps()
-    found = map_measures(weights, POSITIONS[:7], causal=True)
+    measures = map_measures(weights, POSITIONS[:7], causal=True)
     for head in range(3):
         rows = weights[head].tolist()
-        wanted = {
+        expected = {
             "first": sum(rows[t][0] for t in range(1, 7)) / 6,
             "previous": sum(rows[t][t - 1] for t in range(1, 7)) / 6,
             "own": sum(rows[t][t] for t in range(7)) / 7,
             "distance": sum(rows[t][s] * (t - s) for t in range(7) for s in range(t + 1)) / 7,
             "entropy": -sum(p * math.log2(p) for row in rows for p in row if p) / 7,
         }
-        assert {name: float(each[head]) for name, each in found.items()} == pytest.approx(wanted, abs=1e-5)
+        assert {name: float(each[head]) for name, each in measures.items()} == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -141,39 +141,39 @@ def test_packed_numbers_and_indices():
 
 @pytest.mark.parametrize("case", ["stock", "explicit", "differential"])
 def test_norms_are_of_what_a_head_takes_and_gives(case):
-    _, _, found = see("Llama", CASES[case])
-    seen = found[1]
-    values = list(seen.values)
+    _, _, states = record("Llama", CASES[case])
+    recorded = states[1]
+    values = list(recorded.values)
     if case == "differential":
         values = [torch.cat([values[0], values[1]], dim=-1)]
     norms = torch.stack([value.square().sum(-1).sqrt() for value in values])
-    assert torch.allclose(value_norms(seen), norms)
-    record = layer_record(seen, POSITIONS, causal=True)
-    assert record["measures"]["value_norm"] == pytest.approx(norms.mean(-1).tolist(), rel=1e-4)
-    outputs = seen.head_outputs.square().sum(-1).sqrt()
-    assert record["measures"]["output_norm"] == pytest.approx(outputs.mean(0).tolist(), rel=1e-4)
-    assert torch.allclose(numbers(record["output_norms"]).float(), outputs.T, atol=1e-3 * float(outputs.max()))
+    assert torch.allclose(value_norms(recorded), norms)
+    layer = layer_record(recorded, POSITIONS, causal=True)
+    assert layer["measures"]["value_norm"] == pytest.approx(norms.mean(-1).tolist(), rel=1e-4)
+    outputs = recorded.head_outputs.square().sum(-1).sqrt()
+    assert layer["measures"]["output_norm"] == pytest.approx(outputs.mean(0).tolist(), rel=1e-4)
+    assert torch.allclose(numbers(layer["output_norms"]).float(), outputs.T, atol=1e-3 * float(outputs.max()))
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_the_greatest_weights_are_exact(case):
-    found = see("Llama", CASES[case])[2]
-    record = layer_record(found[1], POSITIONS, causal=True)
-    shown = list(output_weights(found[1].weights, found[1].subtracted))
-    if len(record["labels"]) > len(shown):
-        shown += list(found[1].weights)
-    assert len(record["labels"]) == len(shown)
+    states = record("Llama", CASES[case])[2]
+    layer = layer_record(states[1], POSITIONS, causal=True)
+    shown = list(output_weights(states[1].weights, states[1].subtracted))
+    if len(layer["labels"]) > len(shown):
+        shown += list(states[1].weights)
+    assert len(layer["labels"]) == len(shown)
     for side, turn in (("keys", False), ("queries", True)):
-        places, sizes = unpack(record[side]["index"]), numbers(record[side]["weight"])
-        places = places.reshape(record[side]["index"]["shape"])
+        indices, sizes = unpack(layer[side]["index"]), numbers(layer[side]["weight"])
+        indices = indices.reshape(layer[side]["index"]["shape"])
         for head, each in enumerate(shown):
             for token, row in enumerate((each.T if turn else each).tolist()):
-                wanted = sorted(range(LENGTH), key=lambda place: -abs(row[place]))[:5]
-                wanted = [place if row[place] else -1 for place in wanted]
-                assert places[head, token].tolist() == wanted
+                expected = sorted(range(LENGTH), key=lambda index: -abs(row[index]))[:5]
+                expected = [index if row[index] else -1 for index in expected]
+                assert indices[head, token].tolist() == expected
                 assert sizes[head, token].tolist() == pytest.approx(
-                    [row[at] if at >= 0 else 0 for at in wanted], abs=1e-3
+                    [row[index] if index >= 0 else 0 for index in expected], abs=1e-3
                 )
 
 
@@ -213,8 +213,10 @@ def test_only_what_is_near_the_identity_is_kept_as_a_difference():
         mixer = knocking.model.layers[0].self_attn.mixers["knocking"]
         mixer.value.up.weight.copy_(torch.eye(8) + 0.01)
         mixer.value.gate.weight.fill_(0.01)
-    kept = {record["name"]: record["plus_identity"] for record in matrix_records("decoder", [0], "knocking", mixer)}
-    assert kept["value.up"] and not kept["value.gate"]
+    plus_identity = {
+        record["name"]: record["plus_identity"] for record in matrix_records("decoder", [0], "knocking", mixer)
+    }
+    assert plus_identity["value.up"] and not plus_identity["value.gate"]
 
 
 def test_a_long_side_is_drawn_as_root_mean_squares():

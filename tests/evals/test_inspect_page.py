@@ -1,4 +1,4 @@
-"""The page of `crosshead inspect` in a real browser: it draws, it listens, and it says what the model computes."""
+"""The page of `crosshead inspect` in a real browser: layout, mouse and keyboard, and the model's own numbers."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """The pages, by what they show: one model each, and a stock model beside a mixed one."""
+def pages_folder(tmp_path_factory):
+    """The folder of pages: one for each model, and one with a stock model beside a mixed one."""
     folder = tmp_path_factory.mktemp("pages")
     for name in ("stock", "differential", "mixture", "talking", "knocking+mixture"):
         mixers = MODELS[name]
@@ -53,7 +53,7 @@ def browser(tmp_path_factory):
 
 
 def weights_of(folder, name, layer):
-    """(heads, T, T) of the prose, from the model itself."""
+    """Return the attention weights (heads, T, T) of the prose, computed by the model itself."""
     mixers = MODELS[name]
     model = toys.mixed_model("Llama", mixers) if mixers else toys.stock_model("Llama")
     tokens = torch.tensor([character_tokenizer()(TEXTS["prose"])["input_ids"]])
@@ -62,15 +62,15 @@ def weights_of(folder, name, layer):
 
 
 def greatest(row):
-    """The five greatest of a row as the page writes them."""
-    places = sorted(range(len(row)), key=lambda place: -abs(row[place]))[:5]
-    return [(place, row[place]) for place in places if row[place] != 0]
+    """Return the indices and values of the five largest weights of a row, in the page's order."""
+    indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
+    return [(index, row[index]) for index in indices if row[index] != 0]
 
 
-def same(shown, wanted):
-    """The same tokens in the same order, and weights as far as they are written."""
-    assert [token for token, _ in shown] == [token for token, _ in wanted]
-    for (_, text), (_, weight) in zip(shown, wanted, strict=True):
+def same(shown, expected):
+    """Assert the same tokens in the same order, and weights equal to the printed digits."""
+    assert [token for token, _ in shown] == [token for token, _ in expected]
+    for (_, text), (_, weight) in zip(shown, expected, strict=True):
         number = float(text.removesuffix(" %").replace(MINUS, "-").replace("<", ""))
         assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6)
 
@@ -78,8 +78,8 @@ def same(shown, wanted):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", SEEN)
-def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, scheme):
-    with opened(browser, place / f"{name}.html", width, scheme) as page:
+def test_it_draws_at_both_widths_in_both_schemes(pages_folder, browser, name, width, scheme):
+    with opened(browser, pages_folder / f"{name}.html", width, scheme) as page:
         for layer in (0, 1):
             browser.execute_script(
                 "const range = document.getElementById('layer'); range.value = arguments[0];"
@@ -101,8 +101,8 @@ def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, sc
 
 
 @pytest.mark.parametrize("name", ["talking", "stock"])
-def test_a_clicked_token_shows_the_models_own_greatest_weights(place, browser, name):
-    with opened(browser, place / f"{name}.html") as page:
+def test_a_clicked_token_shows_the_models_own_greatest_weights(pages_folder, browser, name):
+    with opened(browser, pages_folder / f"{name}.html") as page:
         for layer, head, token in ((1, 0, 41), (1, 2, 17), (0, 3, 3)):
             page.one("#layer").send_keys(Keys.END if layer else Keys.HOME)
             until(browser, lambda layer=layer: page.title("gallery") == f"Heads of layer {layer}")
@@ -110,16 +110,16 @@ def test_a_clicked_token_shows_the_models_own_greatest_weights(place, browser, n
             page.option(token).click()
             until(browser, lambda token=token: page.option(token).get_attribute("aria-selected") == "true")
             assert page.title("inspector").startswith(f"Layer {layer}, head {head},")
-            weights = weights_of(place, name, layer)[head]
+            weights = weights_of(pages_folder, name, layer)[head]
             same(page.rows("keys"), greatest(weights[token].tolist()))
             same(page.rows("querys"), greatest(weights[:, token].tolist()))
 
 
-def test_maps_and_shades_are_those_of_the_model(place, browser):
-    with opened(browser, place / "stock.html") as page:
+def test_maps_and_shades_are_those_of_the_model(pages_folder, browser):
+    with opened(browser, pages_folder / "stock.html") as page:
         page.one("#gallery [data-head='2']").click()
         page.option(40).click()
-        weights = weights_of(place, "stock", 1)[2]
+        weights = weights_of(pages_folder, "stock", 1)[2]
         size = len(weights)
         roots = torch.cat([weights[40, :41], weights[41:, 40]]).sqrt()
         shaded = [bool(option.get_attribute("style")) for option in page.all("#inspector .text [role=option]")]
@@ -132,13 +132,15 @@ def test_maps_and_shades_are_those_of_the_model(place, browser):
             int(box["width"] * ((key + 0.5) / size - 0.5)),
             int(box["height"] * ((query + 0.5) / size - 0.5)),
         ).perform()
-        said = page.one("#inspector .map .reading").text
-        assert f"({query})" in said and f"({key})" in said
-        assert float(said.rpartition("about ")[2].removesuffix(" %")) == pytest.approx(100 * weights[40, key], abs=1)
+        reading = page.one("#inspector .map .reading").text
+        assert f"({query})" in reading and f"({key})" in reading
+        assert float(reading.rpartition("about ")[2].removesuffix(" %")) == pytest.approx(
+            100 * weights[40, key], abs=1
+        )
 
 
-def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(place, browser):
-    with opened(browser, place / "stock.html") as page:
+def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(pages_folder, browser):
+    with opened(browser, pages_folder / "stock.html") as page:
         page.option(50).click()
         token, _ = page.rows("keys")[1]
         page.all("#inspector .weights.keys button")[1].click()
@@ -152,8 +154,8 @@ def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(place, b
         assert page.option(30).get_attribute("aria-selected") == "true"
 
 
-def test_everything_is_reached_by_keyboard(place, browser):
-    with opened(browser, place / "knocking+mixture.html") as page:
+def test_everything_is_reached_by_keyboard(pages_folder, browser):
+    with opened(browser, pages_folder / "knocking+mixture.html") as page:
         reached = set()
         for _ in range(60):
             page.press(Keys.TAB)
@@ -189,8 +191,8 @@ def test_everything_is_reached_by_keyboard(place, browser):
         until(browser, lambda: page.title("inspector").startswith("Layer 1, head 2,"))
 
 
-def test_text_measure_and_theme_are_chosen(place, browser):
-    with opened(browser, place / "mixture.html") as page:
+def test_text_measure_and_theme_are_chosen(pages_folder, browser):
+    with opened(browser, pages_folder / "mixture.html") as page:
         options = page.all("#controls select")[0].find_elements(By.TAG_NAME, "option")
         assert [option.text for option in options] == list(TEXTS)
         options[1].click()
@@ -207,16 +209,16 @@ def test_text_measure_and_theme_are_chosen(place, browser):
         assert page.picture("#gallery canvas") != picture
 
 
-def test_cells_have_the_names_of_their_maps(place, browser):
-    with opened(browser, place / "differential.html") as page:
+def test_cells_have_the_names_of_their_maps(pages_folder, browser):
+    with opened(browser, pages_folder / "differential.html") as page:
         page.all("#overview [data-layer='1']")[2].click()
         until(browser, lambda: page.title("inspector").startswith("Layer 1, softmax 0,"))
         assert "softmax 0: " in page.one("#overview [aria-selected=true]").get_attribute("aria-label")
         assert page.one("#gallery [aria-selected=true] b").text == "Softmax 0"
 
 
-def test_norms_of_values_belong_to_the_heads_that_share_them(place, browser):
-    with opened(browser, place / "stock.html") as page:
+def test_norms_of_values_belong_to_the_heads_that_share_them(pages_folder, browser):
+    with opened(browser, pages_folder / "stock.html") as page:
         labels = [option.text for option in page.all("#overview select option")]
         page.all("#overview select option")[labels.index("norm of values")].click()
         page.all("#overview [data-layer='1']")[1].click()
@@ -229,23 +231,23 @@ def test_norms_of_values_belong_to_the_heads_that_share_them(place, browser):
         assert page.one("#norms .weights:nth-child(2) .here th").text == "1"
 
 
-def test_the_difference_from_the_identity(place, browser):
-    with opened(browser, place / "talking.html") as page:
+def test_the_difference_from_the_identity(pages_folder, browser):
+    with opened(browser, pages_folder / "talking.html") as page:
         cells = [cell.text for cell in page.all("#matrices .card:first-child td") if cell.text]
         model = toys.mixed_model("Llama", MODELS["talking"])
         matrix = model.model.layers[1].self_attn.mixers["talking"].logits.weight.detach()
         shown = [float(cell.replace(MINUS, "-")) for cell in cells]
         assert shown == pytest.approx(matrix.flatten().tolist(), abs=0.006)
-        assert not page.all("#matrices .tools input")  # none of these is near the identity
+        assert not page.all("#matrices .tools input")  # no matrix here is near the identity
 
 
-def test_two_models_are_read_together(place, browser):
-    with opened(browser, place / "pair.html") as page:
+def test_two_models_are_read_together(pages_folder, browser):
+    with opened(browser, pages_folder / "pair.html") as page:
         assert "stock and differential" in page.one("h1").text
         page.option(40).click()
         assert page.option(40, column=2).get_attribute("aria-selected") == "true"
         page.one("#gallery .column:nth-child(2) [data-head='1']").click()
-        first, second = weights_of(place, "stock", 1), weights_of(place, "differential", 1)
+        first, second = weights_of(pages_folder, "stock", 1), weights_of(pages_folder, "differential", 1)
         same(page.rows("keys", column=1), greatest(first[1, 40].tolist()))
         mixers = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers
         lambda_ = mixers["differential"](mixers["differential"].lambda_q1)

@@ -31,8 +31,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """The pages by name, and the reports from which they are made."""
+def pages_and_reports(tmp_path_factory):
+    """The folder of pages, and the report of each page by name."""
     folder = tmp_path_factory.mktemp("pages")
     write_model(toys.mixed_model("T5", T5, num_decoder_layers=3), folder / "t5")
     write_model(toys.mixed_model("Bert", BERT), folder / "bert")
@@ -62,7 +62,7 @@ def browser(tmp_path_factory):
 
 
 def choose(page, title, label):
-    """Choose an option of a control."""
+    """Choose the option `label` of the control whose label begins with `title`."""
     for control in page.all("#controls label.control, #overview label.control"):
         if control.text.startswith(title):
             (option,) = (each for each in control.find_elements("tag name", "option") if each.text == label)
@@ -76,19 +76,19 @@ def token(page, side, index, column=1):
 
 
 def same(shown, row):
-    """The largest weights of a row, and their tokens, as far as they are written."""
-    places = sorted(range(len(row)), key=lambda at: -abs(row[at]))[:5]
-    assert [at for at, _ in shown] == places
-    for (at, text), weight in zip(shown, [row[at] for at in places], strict=True):
+    """Assert that `shown` lists the five largest weights of `row`, equal to the printed digits."""
+    indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
+    assert [index for index, _ in shown] == indices
+    for (index, text), weight in zip(shown, [row[index] for index in indices], strict=True):
         number = float(text.removesuffix(" %").replace(MINUS, "-").replace("<", ""))
-        assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6), at
+        assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6), index
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", PAGES)
-def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, scheme):
-    with opened(browser, place[0] / f"{name}.html", width, scheme) as page:
+def test_it_draws_at_both_widths_in_both_schemes(pages_and_reports, browser, name, width, scheme):
+    with opened(browser, pages_and_reports[0] / f"{name}.html", width, scheme) as page:
         parts = ["encoder", "decoder", "cross-attention"] if name == "t5" else [None]
         for part in parts:
             if part:
@@ -104,10 +104,10 @@ def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, sc
 
 
 @torch.no_grad()
-def test_a_token_of_an_encoder_shows_both_directions(place, browser):
+def test_a_token_of_an_encoder_shows_both_directions(pages_and_reports, browser):
     ids = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
     weights = toys.mixed_model("Bert", BERT)(ids, output_attentions=True).attentions[1][0]
-    with opened(browser, place[0] / "bert.html") as page:
+    with opened(browser, pages_and_reports[0] / "bert.html") as page:
         for head, index in ((0, 41), (2, 3)):
             page.one(f"#gallery [data-head='{head}']").click()
             token(page, "rows", index).click()
@@ -118,12 +118,12 @@ def test_a_token_of_an_encoder_shows_both_directions(place, browser):
 
 
 @torch.no_grad()
-def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(place, browser):
+def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(pages_and_reports, browser):
     tokenizer = character_tokenizer()
     ids, target = (tokenizer(text)["input_ids"] for text in (TEXT, TARGET))
     model = toys.mixed_model("T5", T5, num_decoder_layers=3)
     called = model(torch.tensor([ids]), decoder_input_ids=torch.tensor([[0, *target]]), output_attentions=True)
-    with opened(browser, place[0] / "t5.html") as page:
+    with opened(browser, pages_and_reports[0] / "t5.html") as page:
         facts = page.one("#facts").text
         assert "3 cross-attention layers" in facts and "encoder: talking" in facts
         choose(page, "Attention", "cross-attention")
@@ -152,8 +152,8 @@ def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(place, browser):
         same(page.rows("querys"), called.encoder_attentions[1][0, 1, :, 9].tolist())
 
 
-def test_measures_depend_on_the_part(place, browser):
-    with opened(browser, place[0] / "t5.html") as page:
+def test_measures_depend_on_the_part(pages_and_reports, browser):
+    with opened(browser, pages_and_reports[0] / "t5.html") as page:
         choose(page, "Colour", "weight on the token after")
         choose(page, "Attention", "cross-attention")
         until(browser, lambda: page.title("gallery").startswith("Heads of cross-attention layer"))
@@ -162,20 +162,20 @@ def test_measures_depend_on_the_part(place, browser):
         assert not {"weight on the token after", "weight on itself", "mean distance"} & labels
 
 
-def test_matrices_of_a_shared_layer_are_shown_at_each_depth(place, browser):
-    with opened(browser, place[0] / "albert.html") as page:
-        seen = set()
+def test_matrices_of_a_shared_layer_are_shown_at_each_depth(pages_and_reports, browser):
+    with opened(browser, pages_and_reports[0] / "albert.html") as page:
+        cards = set()
         for layer in (2, 0):
             page.one("#layer").send_keys("\ue010" if layer else "\ue011")  # END, HOME
             until(browser, lambda layer=layer: page.title("matrices") == f"Learnt matrices of layer {layer}")
             until(browser, lambda: page.all("#matrices .card"))
-            seen.add(tuple(card.text for card in page.all("#matrices .card")))
-        assert len(seen) == 1
+            cards.add(tuple(card.text for card in page.all("#matrices .card")))
+        assert len(cards) == 1
 
 
-def test_patches_lie_over_the_picture(place, browser):
-    """The class token is selected at first; a patch has its place in the image, and its shade by the weight."""
-    folder, reports = place
+def test_patches_lie_over_the_picture(pages_and_reports, browser):
+    """The class token is selected at first; each patch lies at its position in the image, shaded by its weight."""
+    folder, reports = pages_and_reports
     record = reports["vit"]["models"][0]["texts"][0]
     with opened(browser, folder / "vit.html") as page:
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
@@ -186,8 +186,8 @@ def test_patches_lie_over_the_picture(place, browser):
         )
         until(browser, lambda: any(browser.execute_script(colours, picture)))
         pixels = torch.tensor(browser.execute_script(colours, picture)).view(16, 16, 4)[..., :3]
-        wanted = torch.tensor(unpack(record["image"]["picture"]) % 256).view(16, 16, 3)
-        assert torch.equal(pixels.double(), wanted)
+        expected = torch.tensor(unpack(record["image"]["picture"]) % 256).view(16, 16, 3)
+        assert torch.equal(pixels.double(), expected)
         box, patch = picture.rect, token(page, "columns", 1 + 4 * 2 + 3).rect  # patch (2, 3)
         assert patch["x"] + patch["width"] / 2 == pytest.approx(box["x"] + box["width"] * 3.5 / 4, abs=3)
         assert patch["y"] + patch["height"] / 2 == pytest.approx(box["y"] + box["height"] * 2.5 / 4, abs=3)
@@ -199,19 +199,19 @@ def test_patches_lie_over_the_picture(place, browser):
         assert int(torch.tensor(opacity).argmax()) == int(weights.argmax())
 
 
-def test_two_image_models_are_read_at_the_same_place(place, browser):
-    """Patches of 4 pixels in images of 16 and of 32: 4 and 8 rows, and one special token or two."""
-    with opened(browser, place[0] / "pair.html") as page:
+def test_two_image_models_are_read_at_the_same_place(pages_and_reports, browser):
+    """Images of 16 and 32 pixels in patches of 4: 4 and 8 rows of patches, with one and two special tokens."""
+    with opened(browser, pages_and_reports[0] / "pair.html") as page:
         token(page, "columns", 1 + 4 * 1 + 2).click()  # patch (1, 2)
         assert token(page, "columns", 2 + 8 * 3 + 5, column=2).get_attribute("aria-selected") == "true"
         token(page, "rows", 1, column=2).click()  # distillation
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
 
 
-def test_a_model_without_special_tokens_beside_one_that_has_them(place, browser):
-    """A ViT of 4 x 4 patches, and the last stage of a TransNeXt, 3 x 3."""
-    with opened(browser, place[0] / "stage.html") as page:
-        assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # for the class token
+def test_a_model_without_special_tokens_beside_one_that_has_them(pages_and_reports, browser):
+    """A ViT with 4 x 4 patches beside the last stage of a TransNeXt, 3 x 3."""
+    with opened(browser, pages_and_reports[0] / "stage.html") as page:
+        assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # in place of the class token
         assert "2 last-stage layers" in page.one("#facts .column:nth-child(2)").text
         token(page, "columns", 8, column=2).click()  # patch (2, 2)
         assert token(page, "columns", 1 + 4 * 3 + 3).get_attribute("aria-selected") == "true"

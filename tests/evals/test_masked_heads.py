@@ -1,4 +1,4 @@
-"""Losses with masked heads are those of models without these heads."""
+"""Losses with masked heads equal the losses of models without these heads."""
 
 from copy import deepcopy
 from itertools import product
@@ -18,7 +18,7 @@ def silent(*_):
 
 
 def loss_without(model, tokens, masked):
-    """The weights that read a masked head are zero; `masked` holds (layer, head)."""
+    """Return the loss with zeroed output projections of the masked heads; `masked` lists (layer, head)."""
     model = deepcopy(model)
     for layer, head in masked:
         weight = model.model.layers[layer].self_attn.o_proj.weight.data
@@ -46,11 +46,11 @@ def test_heads_of_paired_queries_are_whole_outputs(options):
 
 
 def with_one_head(model, pair):
-    """The loss with one head left in each of the two layers."""
+    """Return the loss with one head left in each of the two layers."""
     model = deepcopy(model)
-    for layer, kept in zip(model.model.layers, pair, strict=True):
+    for layer, remaining in zip(model.model.layers, pair, strict=True):
         heads = layer.self_attn.o_proj.weight.data.unflatten(1, (-1, model.config.head_dim))
-        heads[:, [head for head in range(heads.shape[1]) if head != kept]] = 0
+        heads[:, [head for head in range(heads.shape[1]) if head != remaining]] = 0
     return loss_without(model, toys.tokens(), [])
 
 

@@ -1,4 +1,4 @@
-"""Memory that stays with a process."""
+"""`keep_memory` keeps freed memory in the process and lets tensors use large pages."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from crosshead.evals.bench import machine as kept_memory
 
-pytestmark = pytest.mark.slow  # as tests of measuring tools are
+pytestmark = pytest.mark.slow  # like all tests of measuring tools
 
 FAULTS = """
 import resource, sys
@@ -29,7 +29,7 @@ print(faults() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts these faults")
 def test_what_is_freed_is_not_taken_from_the_system_again():
-    """By the faults of the twentieth turn: 8 times 7 MB are 14,000 pages, where glibc gives them back."""
+    """Page faults of the twentieth turn: 8 tensors of 7 MB are 14,000 pages, if glibc returns them to the system."""
     gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 
     def faults(how):
@@ -39,11 +39,11 @@ def test_what_is_freed_is_not_taken_from_the_system_again():
 
 
 def test_a_c_library_without_the_setting(monkeypatch):
-    seen = []
+    values = []
     monkeypatch.setattr(kept_memory.ctypes, "CDLL", lambda name: object())
-    monkeypatch.setattr(kept_memory.torch, "empty", lambda size: seen.append(os.environ[kept_memory.LARGE_PAGES]))
+    monkeypatch.setattr(kept_memory.torch, "empty", lambda size: values.append(os.environ[kept_memory.LARGE_PAGES]))
     kept_memory.keep_memory()
-    assert seen == ["1"]
+    assert values == ["1"]
 
 
 LARGE = """
@@ -54,7 +54,7 @@ before = os.environ.get(LARGE_PAGES)
 keep_memory()
 assert os.environ.get(LARGE_PAGES) == before
 import torch
-kept = torch.ones(2**24)
+tensor = torch.ones(2**24)
 (line,) = (line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages"))
 print(line.split()[1])
 """
@@ -63,10 +63,10 @@ HAS_THEM = PAGES.exists() and COUNTED.exists() and "[never]" not in PAGES.read_t
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="the system has no large pages")
-@pytest.mark.parametrize("asked", [None, "0"])
-def test_tensors_lie_in_large_pages(asked):
-    """Even where all the benches are imported first; how many there are is the system's affair."""
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_tensors_lie_in_large_pages(setting):
+    """Large pages are used even if all benchmarks are imported first; their number depends on the system."""
     environment = {key: value for key, value in os.environ.items() if key != kept_memory.LARGE_PAGES}
-    environment |= {} if asked is None else {kept_memory.LARGE_PAGES: asked}
-    found = subprocess.check_output([sys.executable, "-P", "-c", LARGE], text=True, env=environment)
-    assert int(found) > 0
+    environment |= {} if setting is None else {kept_memory.LARGE_PAGES: setting}
+    kilobytes = subprocess.check_output([sys.executable, "-P", "-c", LARGE], text=True, env=environment)
+    assert int(kilobytes) > 0

@@ -1,4 +1,4 @@
-"""`crosshead probe`: the figures, the plots made of them, and what it refuses."""
+"""`crosshead probe`: the figures, their plots and refused arguments."""
 
 import json
 from itertools import product
@@ -38,7 +38,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def place(models, tmp_path, monkeypatch):
+def workdir(models, tmp_path, monkeypatch):
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
@@ -51,7 +51,7 @@ def line(capfd, monkeypatch):
 
 
 def lines_of(picture):
-    """The number of points of each named line."""
+    """Return the number of points of each named line in an SVG plot."""
     names = json.loads(picture.with_suffix(".json").read_text())
     names = names["models"] if "models" in names else lines(names)
     groups = {each.get("id"): each for each in ElementTree.parse(picture).iter(f"{SVG}g")}
@@ -64,53 +64,53 @@ def test_the_legend_has_each_name_as_it_is(name):
     assert f">{name}<" in line_plot({name: [(0, 1.0), (1, 2.0)]}, "heads", "loss")
 
 
-def test_masked_heads_of_two_models(place, line):
+def test_masked_heads_of_two_models(workdir, line):
     status, out, err = line("heads", "one", "two", "--draws", "2", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
-    report = json.loads((place / "found.json").read_text())
+    report = json.loads((workdir / "found.json").read_text())
     assert report["models"].keys() == {"one", "two"}
     assert [row["masked"] for row in report["models"]["one"]] == [0, 1, 2, 3]
     for model in ("one", "two"):
-        (told,) = (row for row in out.splitlines() if row.startswith(f"{model}:"))
-        assert all(f"{row['loss']:.4f}" in told for row in report["models"][model])
+        (summary,) = (row for row in out.splitlines() if row.startswith(f"{model}:"))
+        assert all(f"{row['loss']:.4f}" in summary for row in report["models"][model])
     assert "found.json" in out and "found.svg" in out
-    assert lines_of(place / "found.svg") == [4, 4]
+    assert lines_of(workdir / "found.svg") == [4, 4]
 
 
 @pytest.mark.parametrize("method", first(["svd", "aligned"]))
-def test_layers_alone(method, place, line):
+def test_layers_alone(method, workdir, line):
     status, _, err = line("layers", "source", "--method", method, *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
-    report = json.loads((place / "found.json").read_text())
+    report = json.loads((workdir / "found.json").read_text())
     assert report["rises"].keys() == {"0", "1"}
     assert report["rises"]["1"]["key"].keys() == {"1", "2", "3"}
-    assert lines_of(place / "found.svg") == [2] * 6
+    assert lines_of(workdir / "found.svg") == [2] * 6
 
 
-def test_budgets(place, line):
+def test_budgets(workdir, line):
     status, out, err = line("budget", "source", "--method", "svd", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
-    report = json.loads((place / "found.json").read_text())
+    report = json.loads((workdir / "found.json").read_text())
     curve = report["curve"]
     assert len(curve) > 3 and all(point["cache"] <= point["budget"] for point in curve)
     caches = [point["cache"] for point in curve]
     assert caches == sorted(set(caches))
     rises = {(int(layer), side): counts for layer, sides in report["rises"].items() for side, counts in sides.items()}
-    assert all(rise > 0 for counts in rises.values() for rise in counts.values())  # they are divergences
+    assert all(rise > 0 for counts in rises.values() for rise in counts.values())  # rises are divergences
     for point in curve:
         chosen = [(layer, side, point[f"{side}_heads"][layer]) for layer, side in rises]
         expected = sum(rises[layer, side].get(str(count), 0) for layer, side, count in chosen)
         assert point["expected_rise"] == pytest.approx(expected, abs=1e-5)
-    points = ElementTree.parse(place / "found.svg").iter(f"{SVG}g")
+    points = ElementTree.parse(workdir / "found.svg").iter(f"{SVG}g")
     assert next(each for each in points if each.get("id") == "expected") is not None
     assert "wrote found.json" in out
 
 
-def test_budgets_of_active_heads(place, line):
-    """A head more for the layer that gains most by it."""
+def test_budgets_of_active_heads(workdir, line):
+    """Each budget gets the counts of active heads with the smallest sum of measured rises."""
     status, out, err = line("budget", "source", "--active", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
-    report = json.loads((place / "found.json").read_text())
+    report = json.loads((workdir / "found.json").read_text())
     assert report["heads"] == 8 and report["method"] == "calibrated"
     rises = {
         layer: {8: 0.0} | {int(n): rise for n, rise in report["rises"][layer]["active"].items()} for layer in "01"
@@ -160,20 +160,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_and_nothing_written(case, place, line):
+def test_one_line_and_nothing_written(case, workdir, line):
     arguments, expected, words = CASES[case]
-    (place / "empty.txt").write_text("")
-    (place / "there.json").write_text("{}")
-    before = sorted(path.name for path in place.iterdir())
+    (workdir / "empty.txt").write_text("")
+    (workdir / "there.json").write_text("{}")
+    before = sorted(path.name for path in workdir.iterdir())
     status, _, err = line(*arguments)
     assert status == expected
     assert words in err
     assert expected != 1 or err.count("\n") == 1
-    assert sorted(path.name for path in place.iterdir()) == before
+    assert sorted(path.name for path in workdir.iterdir()) == before
 
 
 @pytest.mark.parametrize("measured", ["heads", "layers"])
-def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
+def test_interrupted_or_on_a_full_disk(measured, workdir, line, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
@@ -182,7 +182,7 @@ def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
 
     subject = {"heads": ["one"], "layers": ["source", "--method", "svd"]}[measured]
     command = [measured, *subject, *SMALL, "--out", "found.json"]
-    before = sorted(path.name for path in place.iterdir())
+    before = sorted(path.name for path in workdir.iterdir())
     with monkeypatch.context() as broken:
         broken.setattr("crosshead.CrossheadLlamaForCausalLM.forward", stopped)
         broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
@@ -194,11 +194,11 @@ def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
         status, out, err = line(*command)
         assert (status, out) == (1, "")
         assert err.startswith("crosshead: error: found.json") and err.count("\n") == 1
-    assert sorted(path.name for path in place.iterdir()) == before
+    assert sorted(path.name for path in workdir.iterdir()) == before
 
 
-def test_the_probe_is_what_conversion_measures(place):
-    """The rise of one layer's loss is that of the model that `convert` makes of it."""
+def test_the_probe_is_what_conversion_measures(workdir):
+    """The measured rise of one layer equals the rise of the loss of the model that `convert` writes."""
     import torch
     from torch.nn import functional
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -215,7 +215,7 @@ def test_the_probe_is_what_conversion_measures(place):
     def loss(folder):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         with torch.no_grad():
-            logits = model(tokens).logits[:, ::2]  # every other position is judged
+            logits = model(tokens).logits[:, ::2]  # every other position is scored
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1::2].flatten()).item()
 
     assert report["loss"] == pytest.approx(loss("source"), rel=1e-5)
@@ -228,11 +228,11 @@ def test_the_probe_is_what_conversion_measures(place):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_budget_is_expected_to_lose_what_a_conversion_expects(given, place):
+def test_a_budget_is_expected_to_lose_what_a_conversion_expects(given, workdir):
     from crosshead.conversion.compress.auto_layers import TRIAL_LENGTH, TRIALS
     from crosshead.conversion.compress.layer_probe import probe_budget
 
-    text = place / "prose.txt" if given else None
+    text = workdir / "prose.txt" if given else None
     if given:
         text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 200)
     length = 128  # the context

@@ -1,4 +1,4 @@
-"""What `crosshead eval --data` refuses: one clear line that names the file and the row."""
+"""`crosshead eval --data` refuses bad data with one clear line that names the file and the row."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def place(models, tmp_path, monkeypatch):
+def workdir(models, tmp_path, monkeypatch):
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
     write_rows(tmp_path / "rows.tsv", ROWS)
@@ -123,23 +123,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_one_clear_line(command, place, capfd, monkeypatch):
-    before = snapshot(place)
+def test_one_clear_line(command, workdir, capfd, monkeypatch):
+    before = snapshot(workdir)
     status, out, err = run(capfd, monkeypatch, f"eval {command}")
     assert (status, out) == (1, "") and err.startswith("crosshead: error: ") and err.count("\n") == 1, err
     assert [word for word in CASES[command] if word not in err] == [], err
-    assert snapshot(place) == before
+    assert snapshot(workdir) == before
 
 
-def test_different_tokenizers_are_not_compared(place, capfd, monkeypatch):
-    scoring_toys.write_masked(place / "other")
+def test_different_tokenizers_are_not_compared(workdir, capfd, monkeypatch):
+    scoring_toys.write_masked(workdir / "other")
     content = (
-        (place / "other" / "tokenizer.json")
+        (workdir / "other" / "tokenizer.json")
         .read_text()
         .replace('"w50": 50', '"w50": 4')
         .replace('"w4": 4', '"w4": 50')
     )
-    (place / "other" / "tokenizer.json").write_text(content)
+    (workdir / "other" / "tokenizer.json").write_text(content)
     status, _, err = run(capfd, monkeypatch, "eval masked other --data text.txt --compare")
     assert status == 1 and "masked" in err and "other" in err and "--compare" in err
     assert run(capfd, monkeypatch, "eval masked other --data text.txt")[0] == 0

@@ -33,7 +33,7 @@ def scores(report, model=0):
 
 
 def chances_of(folder, files):
-    """Image by image."""
+    """Return class probabilities (images, classes), computed image by image."""
     processor = ViTImageProcessorPil.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
     images = [Image.open(file).convert("RGB") for file in files]
@@ -48,7 +48,7 @@ def chances_of(folder, files):
     [pytest.param("ViT", CLASSIFIER, marks=pytest.mark.slow), ("DeiT", f"{CLASSIFIER}WithTeacher")],
 )
 def test_accuracies_and_loss(backbone, task, line, tmp_path):
-    """Folders are named by names or numbers of classes; their order is another one than that of the classes."""
+    """Folders are named by class names or class numbers; their order differs from the order of the classes."""
     names = {index: f"kind {7 - index}" for index in range(7)}
     write_image_model(tmp_path / "model", backbone, task, num_labels=7, id2label=names)
     folders = {"kind 1": 6, "kind 2": 5, "kind 5": 2, "3": 3}
@@ -57,10 +57,10 @@ def test_accuracies_and_loss(backbone, task, line, tmp_path):
     report, out = line("model --data images")
     files = sorted((tmp_path / "images").rglob("*.png"))
     labels, chances = [folders[file.parent.name] for file in files], chances_of(tmp_path / "model", files)
-    found = scores(report)
-    assert found["accuracy"] == pytest.approx(accuracy_score(labels, chances.argmax(1)))
-    assert found["top_5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, chances, k=5, labels=range(7)))
-    assert found["loss"] == pytest.approx(log_loss(labels, chances, labels=range(7)), rel=1e-4)
+    metrics = scores(report)
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, chances.argmax(1)))
+    assert metrics["top_5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, chances, k=5, labels=range(7)))
+    assert metrics["loss"] == pytest.approx(log_loss(labels, chances, labels=range(7)), rel=1e-4)
     assert {row["items"] for row in report["models"][0]["scores"]} == {24} and "top_5_accuracy" in out
     assert report["models"][0]["context"] is None and report["data"]["name"] == "images"
 
@@ -78,7 +78,7 @@ def test_a_limit_takes_images_of_every_class(line, tmp_path):
 
 
 def test_ours_beside_stock_and_transnext(line, tmp_path):
-    """Two models with mechanisms; the second is another kind of vision transformer with larger images."""
+    """Two models with mechanisms: a ViT and a TransNeXt with larger images."""
     config = CrossheadViTConfig(**toys.IMAGE_SIZES, mixers={"mixture": {"active_heads": 3}})
     toys.lopsided(CrossheadViTForImageClassification(config)).save_pretrained(tmp_path / "vit")
     transnext_toys.model_of(transnext_toys.ROUTED).save_pretrained(tmp_path / "transnext")

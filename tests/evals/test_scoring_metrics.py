@@ -16,23 +16,23 @@ COUNT = 31
 
 
 def drawn(classes, seed=0):
-    """Labels, and predictions that are often right."""
+    """Return random labels, and predictions that are often right."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(classes, size=COUNT)
     return labels, np.where(generator.random(COUNT) < 0.6, labels, generator.integers(classes, size=COUNT))
 
 
 def values(seed=0):
-    """Two samples that go together, with ties."""
+    """Return two correlated samples with ties."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 6, size=COUNT) / 2
     return labels, np.round(labels + generator.normal(size=COUNT), 1)
 
 
 def jackknife_error(metric, labels, predictions):
-    kept = [np.arange(COUNT) != index for index in range(COUNT)]
-    found = np.array([metric(labels[each], predictions[each]) for each in kept])
-    return math.sqrt((COUNT - 1) / COUNT * ((found - found.mean()) ** 2).sum())
+    subsets = [np.arange(COUNT) != index for index in range(COUNT)]
+    estimates = np.array([metric(labels[each], predictions[each]) for each in subsets])
+    return math.sqrt((COUNT - 1) / COUNT * ((estimates - estimates.mean()) ** 2).sum())
 
 
 def check(scores, truth, labels, predictions):
@@ -48,8 +48,8 @@ def check(scores, truth, labels, predictions):
 def test_classes(classes, seed):
     labels, predictions = drawn(classes, seed)
     losses = torch.zeros(COUNT).double()
-    found = class_scores(losses, torch.tensor(predictions), torch.tensor(labels), classes)
-    scores = {score.metric: score for score in found if score.metric != "loss"}
+    results = class_scores(losses, torch.tensor(predictions), torch.tensor(labels), classes)
+    scores = {score.metric: score for score in results if score.metric != "loss"}
     name, average = ("f1", "binary") if classes == 2 else ("macro_f1", "macro")
     truth = {
         "accuracy": accuracy_score,
@@ -80,19 +80,19 @@ def test_loss():
 
 @pytest.mark.parametrize(("labels", "predictions"), [([0, 1, 1], [1, 1, 1]), ([1, 1, 1], [1, 1, 1]), ([0], [1])])
 def test_predictions_that_do_not_vary(labels, predictions):
-    found = class_scores(torch.zeros(len(labels)).double(), torch.tensor(predictions), torch.tensor(labels), 2)
-    scores = {score.metric: score.value for score in found}
+    results = class_scores(torch.zeros(len(labels)).double(), torch.tensor(predictions), torch.tensor(labels), 2)
+    scores = {score.metric: score.value for score in results}
     assert scores["f1"] == pytest.approx(f1_score(labels, predictions, zero_division=0))
     assert scores["matthews_correlation"] == 0
 
 
 def test_constant_values_have_no_correlation():
-    found = value_scores(torch.full((5,), 0.1).double(), torch.arange(5.0).double())
-    assert [(score.value, score.items.standard_error()) for score in found] == [(0, 0), (0, 0)]
+    results = value_scores(torch.full((5,), 0.1).double(), torch.arange(5.0).double())
+    assert [(score.value, score.items.standard_error()) for score in results] == [(0, 0), (0, 0)]
 
 
 def test_tokens():
-    """Means over tokens, with the windows as the units of the standard error."""
+    """Scores are means over tokens; the units of the standard error are windows."""
     losses, hits, tokens = torch.tensor([6.0, 2.0, 9.0]), torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3, 2, 4])
     loss, perplexity, accuracy = token_scores(losses.double(), hits.double(), tokens)
     assert loss.value == pytest.approx(17 / 9) and perplexity.value == pytest.approx(math.exp(17 / 9))
@@ -108,17 +108,17 @@ def test_the_difference_of_two_correlations_is_paired():
     others = np.round(predictions + np.random.default_rng(5).normal(size=COUNT, scale=0.1), 1)
     sides = [value_scores(torch.tensor(each), torch.tensor(labels)) for each in (predictions, others)]
     for first, second, metric in zip(*sides, (pearsonr, spearmanr), strict=True):
-        found = difference(first.items, second.items, True)
+        result = difference(first.items, second.items, True)
 
         def change(labels, rows, metric=metric):
             return metric(labels, rows[:, 1])[0] - metric(labels, rows[:, 0])[0]
 
         rows = np.stack([predictions, others], axis=1)
-        assert found["change"] == pytest.approx(change(labels, rows), abs=1e-12)
+        assert result["change"] == pytest.approx(change(labels, rows), abs=1e-12)
         error = jackknife_error(change, labels, rows)
-        reach = (found["interval"][1] - found["interval"][0]) / 2
+        reach = (result["interval"][1] - result["interval"][0]) / 2
         assert reach == pytest.approx(2.0423 * error, rel=1e-4) and error < first.items.standard_error() / 2
-        assert found["items_that_differ"] == int((predictions != others).sum()) < COUNT
+        assert result["items_that_differ"] == int((predictions != others).sum()) < COUNT
         assert difference(first.items, first.items, True)["verdict"] == "equal"
 
 

@@ -40,7 +40,7 @@ def scores(report, model=0):
 
 
 def logits_of(folder, *texts):
-    """Row by row, without padding."""
+    """Return logits (rows, classes), computed row by row without padding."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForSequenceClassification.from_pretrained(folder),
@@ -59,20 +59,20 @@ def test_a_classifier(suffix, line, tmp_path):
     report, out = line(f"model --data rows.{suffix}")
     predictions = logits_of(tmp_path / "model", [row["sentence"] for row in rows]).argmax(1).tolist()
     assert 0 < sum(predictions) < COUNT
-    found = scores(report)
-    assert found["accuracy"] == accuracy_score(labels, predictions)
-    assert found["f1"] == pytest.approx(f1_score(labels, predictions))
-    assert found["matthews_correlation"] == pytest.approx(matthews_corrcoef(labels, predictions))
+    metrics = scores(report)
+    assert metrics["accuracy"] == accuracy_score(labels, predictions)
+    assert metrics["f1"] == pytest.approx(f1_score(labels, predictions))
+    assert metrics["matthews_correlation"] == pytest.approx(matthews_corrcoef(labels, predictions))
     assert report["data"]["name"] == f"rows.{suffix}" and len(report["data"]["sha256"]) == 64
-    assert f"{found['accuracy']:.4f}" in out and f"rows.{suffix}" in out and "wrote eval.json" in out
+    assert f"{metrics['accuracy']:.4f}" in out and f"rows.{suffix}" in out and "wrote eval.json" in out
     assert (
-        line(f"model --data rows.{suffix} --batch-size 1")[0]["models"][0]["scores"][0]["score"] == found["accuracy"]
+        line(f"model --data rows.{suffix} --batch-size 1")[0]["models"][0]["scores"][0]["score"] == metrics["accuracy"]
     )
     assert [row["items"] for row in line(f"model --data rows.{suffix} --limit 5")[0]["models"][0]["scores"]] == [5] * 4
 
 
 def test_pairs_of_texts_and_names_of_classes(line, tmp_path):
-    """The second text has other token types; a name counts before a number."""
+    """The second text has another token type; a label is matched to class names before class numbers."""
     names = {0: "no", 1: "maybe", 2: "2", 3: "yes"}
     scoring_toys.write_classifier(tmp_path / "stock", num_labels=4, id2label=names)
     crosshead.convert(tmp_path / "stock", tmp_path / "model", {"knocking": {}}, verify=False)
@@ -82,10 +82,10 @@ def test_pairs_of_texts_and_names_of_classes(line, tmp_path):
     report, _ = line("stock model --data rows.jsonl --compare")
     assert AutoTokenizer.from_pretrained(tmp_path / "stock")("w5", "w6")["token_type_ids"] == [0, 0, 0, 1, 1]
     logits = logits_of(tmp_path / "stock", *([row[name] for row in rows] for name in ("premise", "hypothesis")))
-    found = scores(report)
-    assert found["accuracy"] == accuracy_score(labels, logits.argmax(1))
-    assert found["macro_f1"] == pytest.approx(f1_score(labels, logits.argmax(1), average="macro"))
-    assert found["loss"] == pytest.approx(
+    metrics = scores(report)
+    assert metrics["accuracy"] == accuracy_score(labels, logits.argmax(1))
+    assert metrics["macro_f1"] == pytest.approx(f1_score(labels, logits.argmax(1), average="macro"))
+    assert metrics["loss"] == pytest.approx(
         float(torch.nn.functional.cross_entropy(logits, torch.tensor(labels))), rel=1e-5
     )
     assert report["compared"][0]["scores"][0]["verdict"] == "equal"
@@ -109,7 +109,7 @@ def test_a_regression(line, tmp_path):
 
 @pytest.mark.parametrize("padding", [0, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_decoder(padding, line, tmp_path):
-    """Its last token counts, which it finds by the padding token."""
+    """The classifier reads the last token, which it finds by the padding token."""
     config = toys.mixed_config("Llama", {"talking": {}}, num_labels=3, pad_token_id=padding)
     model = toys.lopsided(crosshead.CrossheadLlamaForSequenceClassification(config))
     scoring_toys.write_decoder_classifier(model, tmp_path / "model")
@@ -123,18 +123,18 @@ def test_a_decoder(padding, line, tmp_path):
 
 
 def test_an_encoder_with_a_decoder(line, tmp_path):
-    """It reads the token at the end of a text, which this tokenizer does not write."""
+    """The classifier reads the EOS token, which this tokenizer does not add."""
     config = transformers.T5Config(**toys.stock_model("T5").config.to_diff_dict() | {"num_labels": 3})
     model = transformers.T5ForSequenceClassification(config).eval()
     scoring_toys.write_decoder_classifier(model, tmp_path / "model")
     rows = labelled(classes(COUNT, 3))
     write_rows(tmp_path / "rows.jsonl", rows)
-    found = scores(line("model --data rows.jsonl")[0])
+    metrics = scores(line("model --data rows.jsonl")[0])
     tokenizer, losses = AutoTokenizer.from_pretrained(tmp_path / "model"), []
     for row in rows:
         ids = torch.tensor([[*tokenizer(row["sentence"])["input_ids"], config.eos_token_id]])
         losses.append(torch.nn.functional.cross_entropy(model(ids).logits, torch.tensor([row["label"]])).item())
-    assert found["loss"] == pytest.approx(sum(losses) / COUNT, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(sum(losses) / COUNT, rel=1e-4)
 
 
 def test_long_texts_are_cut(line, tmp_path):
@@ -148,8 +148,8 @@ def test_long_texts_are_cut(line, tmp_path):
 
 
 def opened(folder):
-    found = open_config(str(folder))
-    return windows.Opened(found.name, found.config, open_tokenizer(found))
+    model = open_config(str(folder))
+    return windows.Opened(model.name, model.config, open_tokenizer(model))
 
 
 @pytest.mark.parametrize("backbone", [pytest.param("Bert", marks=pytest.mark.slow), "Albert"])
@@ -163,21 +163,21 @@ def test_masked_tokens(backbone, line, tmp_path):
     assert [len(window) for window in data.tokens] == [126, 126, 48, 100]
     model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "model")
     losses, hits, masked = [], [], 0
-    for window, (places, _), encoded in zip(data.tokens, data.places, data.encoded, strict=True):
+    for window, (positions, _), encoded in zip(data.tokens, data.places, data.encoded, strict=True):
         whole = torch.tensor([1, *window, 2])
         labels = torch.where(torch.tensor(encoded["input_ids"]) == 3, whole, -100)
-        assert labels.ne(-100).nonzero()[:, 0].tolist() == places.tolist()
+        assert labels.ne(-100).nonzero()[:, 0].tolist() == positions.tolist()
         assert torch.tensor(encoded["input_ids"])[labels == -100].equal(whole[labels == -100])
-        assert len(places) == round(0.15 * len(window))
+        assert len(positions) == round(0.15 * len(window))
         with torch.no_grad():
             output = model.eval()(input_ids=torch.tensor([encoded["input_ids"]]), labels=labels[None])
-        losses.append(float(output.loss) * len(places))
+        losses.append(float(output.loss) * len(positions))
         hits.append(int((output.logits[0].argmax(-1) == labels).sum()))
-        masked += len(places)
-    found = scores(report)
-    assert found["loss"] == pytest.approx(sum(losses) / masked, rel=1e-4)
-    assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-4)
-    assert found["accuracy"] == pytest.approx(sum(hits) / masked)
+        masked += len(positions)
+    metrics = scores(report)
+    assert metrics["loss"] == pytest.approx(sum(losses) / masked, rel=1e-4)
+    assert metrics["perplexity"] == pytest.approx(torch.tensor(metrics["loss"]).exp().item(), rel=1e-4)
+    assert metrics["accuracy"] == pytest.approx(sum(hits) / masked)
     assert {row["items"] for row in report["models"][0]["scores"]} == {4}
 
 
@@ -195,7 +195,7 @@ def test_a_model_with_a_second_head_is_scored_by_its_first(backbone, line, tmp_p
 
 
 def test_masks_are_the_same_for_every_model(line, tmp_path):
-    """Also with a smaller context beside a larger one, and from one version to the next."""
+    """Masks do not depend on the model or its context, nor on the version of crosshead."""
     scoring_toys.write_masked(tmp_path / "model")
     scoring_toys.write_masked(tmp_path / "short", "Albert", max_position_embeddings=64)
     scoring_toys.write_prose(tmp_path / "text.txt", 300)
@@ -223,20 +223,20 @@ def test_span_corruption(ours, line, tmp_path):
     (window,), (pair,) = data.tokens, data.pairs
     assert restored(pair.inputs, pair.answer) == window
     first = scoring_toys.SENTINEL
-    found = [token - first for token in pair.answer if token >= first]
-    assert found == list(range(15)) == [token - first for token in pair.inputs if token >= first]
+    sentinels = [token - first for token in pair.answer if token >= first]
+    assert sentinels == list(range(15)) == [token - first for token in pair.inputs if token >= first]
     assert len(pair.answer) == 45 + 15 + 1 and pair.answer[-1] == pair.inputs[-1] == 61
     auto = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
         logits = auto(input_ids=torch.tensor([pair.inputs]), labels=torch.tensor([pair.answer])).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(pair.answer))  # the model's own has the balance loss
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(pair.answer))  # model.loss adds the balance loss
     assert scores(report)["loss"] == pytest.approx(float(loss), rel=1e-4)
     hits = (logits.argmax(-1) == torch.tensor(pair.answer)).double().mean()
     assert scores(report)["accuracy"] == pytest.approx(float(hits))
 
 
 def restored(inputs, answer):
-    """The window, with each span in its sentinel's place."""
+    """Return the window: the inputs with each sentinel replaced by its span."""
     first, spans, sentinel = scoring_toys.SENTINEL, {}, None
     for token in answer[:-1]:
         if token >= first:
@@ -253,7 +253,7 @@ def test_spans(length):
     spans = windows.noise_spans(length, generator)
     noise = max(1, round(0.15 * length))
     assert sum(end - begin for begin, end in spans) == noise and len(spans) == max(1, round(noise / 3))
-    bounds = [0, *(place for span in spans for place in span)]
+    bounds = [0, *(bound for span in spans for bound in span)]
     assert all(before < after for before, after in pairwise(bounds)) and bounds[-1] == length
 
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit weights, and LoRA on top of them (QLoRA): mechanisms stay in full precision and are trained."""
+"""4-bit weights of bitsandbytes, and LoRA with them (QLoRA): mechanisms stay in full precision and are trained."""
 
 import copy
 from pathlib import Path
@@ -32,14 +32,14 @@ def folder(case: str, tmp_path: Path) -> Path:
 
 
 def small(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers with 4-bit weights."""
+    """Name -> module of the layers with 4-bit weights."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)}
 
 
 @torch.no_grad()
 def test_four_bit_weights(case: str, folder: Path, tmp_path: Path) -> None:
     model, expected = loaded(folder, quantization_config=CONFIG), loaded(folder)
-    model.save_pretrained(tmp_path / "small")  # before a forward: on a CPU that one packs the weights anew
+    model.save_pretrained(tmp_path / "small")  # before a forward pass, which repacks the weights on a CPU
     layers = small(model)
     assert set(layers) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in PROJECTIONS}
     for name, parameter in expected.named_parameters():
@@ -49,16 +49,16 @@ def test_four_bit_weights(case: str, folder: Path, tmp_path: Path) -> None:
             assert layers[layer].bias is None
         else:
             assert torch.equal(weight, parameter), name
-    found, expected = model(tokens()).logits, expected(tokens()).logits
-    assert (found - expected).norm() / expected.norm() < 0.03  # its CPU kernels multiply in bfloat16
+    logits, expected = model(tokens()).logits, expected(tokens()).logits
+    assert (logits - expected).norm() / expected.norm() < 0.03  # the CPU kernels of bitsandbytes multiply in bfloat16
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     written = model.generate(tokens(), **options)
     assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
-    torch.testing.assert_close(loaded(tmp_path / "small")(tokens()).logits, found)
+    torch.testing.assert_close(loaded(tmp_path / "small")(tokens()).logits, logits)
 
 
 def test_lora_beside_a_mechanism_trained_in_full(case: str, folder: Path) -> None:
-    """The mechanism's own parameters and LoRA's are trained; 4-bit weights and the others do not change."""
+    """Parameters of the mechanism and of LoRA are trained; 4-bit weights and all others do not change."""
     model = prepare_model_for_kbit_training(loaded(folder, quantization_config=CONFIG))
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
     adapted = get_peft_model(model, lora).train()

@@ -1,4 +1,4 @@
-"""What people run models with: pipelines, streams, chat templates, device maps."""
+"""Inference features of transformers: pipelines, text streamers, chat templates and device maps."""
 
 import os
 import subprocess
@@ -14,6 +14,7 @@ from toy_checkpoints import character_tokenizer
 from toys import CASES, mixed_model
 
 NEW = 6
+"""Number of new tokens."""
 PROMPT = "a quick brown fox"
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "how are you"}]
 TEMPLATE = (
@@ -35,7 +36,7 @@ print(made(sys.argv[2], max_new_tokens=6, do_sample=False, return_full_text=Fals
 
 @pytest.fixture
 def folder(case, tmp_path):
-    """A folder of a case, as a user has it."""
+    """The folder of a saved model of one case, with a tokenizer and a chat template."""
     made = tmp_path / "model"
     tokenizer = character_tokenizer()
     tokenizer.pad_token, tokenizer.chat_template = "<unknown>", TEMPLATE
@@ -46,7 +47,7 @@ def folder(case, tmp_path):
 
 @torch.no_grad()
 def continued(folder, prompt):
-    """What a model writes, a full forward per token."""
+    """The greedy continuation by the model in a folder, with one full forward pass per token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -57,7 +58,7 @@ def continued(folder, prompt):
 
 
 def bare(text):
-    """Without spaces between tokens, which each way to decode, and each transformers, sets in its own way."""
+    """The text without white space, because decoding functions and versions of transformers set it differently."""
     return "".join(text.split())
 
 
@@ -66,15 +67,15 @@ def test_a_pipeline_writes_and_answers(folder):
     made = pipeline("text-generation", str(folder))
     prompts = [PROMPT, "one, two, three and"]  # together, so one of them is padded
     made.tokenizer.padding_side = "left"
-    found = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
-    for prompt, (answer,) in zip(prompts, found, strict=True):
+    answers = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert bare(answer["generated_text"]) == bare(continued(folder, prompt))
-    asked = "<system> be brief\n<user> how are you\n<assistant> "
-    assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == asked
+    conversation = "<system> be brief\n<user> how are you\n<assistant> "
+    assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == conversation
     (answer,) = made(CHAT, **GREEDY)
-    *before, said = answer["generated_text"]
-    assert before == CHAT and said["role"] == "assistant"
-    assert bare(said["content"]) == bare(continued(folder, asked))
+    *before, reply = answer["generated_text"]
+    assert before == CHAT and reply["role"] == "assistant"
+    assert bare(reply["content"]) == bare(continued(folder, conversation))
 
 
 @for_one_case
@@ -94,12 +95,12 @@ def test_a_stream_gives_the_same_text_piece_by_piece(folder):
 @for_one_case
 @torch.no_grad()
 def test_device_maps(folder, tmp_path):
-    """`auto` puts all on one device; where memory is short, whole layers wait on the disk."""
+    """`auto` places the model on one device; if memory is too small, whole layers are offloaded to disk."""
     plain = AutoModelForCausalLM.from_pretrained(folder)
     inputs = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     expected = plain(inputs).logits
-    for place in ("auto", "cpu"):
-        model = AutoModelForCausalLM.from_pretrained(folder, device_map=place)
+    for device_map in ("auto", "cpu"):
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map)
         torch.testing.assert_close(model(inputs.to(model.device)).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
     layer = sum(parameter.nbytes for parameter in plain.model.layers[0].parameters())
     room = sum(parameter.nbytes for parameter in plain.parameters()) - layer

@@ -1,4 +1,4 @@
-"""A folded model is a stock one: whatever reads stock checkpoints cannot tell it from one."""
+"""A folded model is a stock checkpoint: programs that read stock checkpoints find no difference."""
 
 import json
 import re
@@ -16,26 +16,28 @@ from toys import BACKBONES, STOCK, tokens
 
 FOLDABLE = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}, "explicit": {}}
 OLDER_NAMES = {"rope_theta": 10000.0}
-"""Beside what transformers 5 says, as every checkpoint of transformers 4 has it."""
+"""Config keys of transformers 4, which folded checkpoints have in addition to those of transformers 5."""
 EXPERTS = {"num_experts": 4}
+"""Additional config keys of a folded Qwen3-MoE."""
 ARCHITECTURES = {backbone: getattr(gguf.MODEL_ARCH, backbone.upper()) for backbone in BACKBONES}
 OURS = (b"crosshead", b"mixers", b"auto_map", b"knocking")
+"""Words that only files of crosshead models contain."""
 INDEX = "model.safetensors.index.json"
 
 
 def header(file):
-    """What stands before the numbers of a safetensors file."""
+    """The length and the JSON header at the start of a safetensors file, as bytes."""
     content = file.read_bytes()
     return content[: 8 + int.from_bytes(content[:8], "little")]
 
 
 def stored_names(folder):
-    """The tensors of a checkpoint."""
+    """The tensor names of a checkpoint."""
     return {name for file in folder.glob("*.safetensors") for name in json.loads(header(file)[8:])} - {"__metadata__"}
 
 
 def gguf_names(backbone, names, layers=2):
-    """What llama.cpp calls these tensors; its converter stacks the experts of a layer first."""
+    """Tensor name -> name in llama.cpp, or None; its converter stacks the experts of a layer first."""
     known = gguf.get_tensor_name_map(ARCHITECTURES[backbone], layers)
     stacked = {re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in names}
     return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in stacked}
@@ -50,7 +52,7 @@ FORMS = [
 
 @pytest.fixture(scope="module", params=FORMS)
 def form(request):
-    """A backbone, and how its checkpoint is divided."""
+    """A backbone, and a key of DIVISIONS."""
     return request.param
 
 
@@ -61,9 +63,9 @@ def backbone(form):
 
 @pytest.fixture(scope="module")
 def folders(form, tmp_path_factory):
-    """A stock model with all that may lie beside one, a trained one of ours made from it, and that folded."""
-    place = tmp_path_factory.mktemp("models")
-    source, trained, folded = (place / name for name in ("source", "trained", "folded"))
+    """Folders of a stock model with all usual files, of a crosshead model trained from it, and of its folded copy."""
+    parent = tmp_path_factory.mktemp("models")
+    source, trained, folded = (parent / name for name in ("source", "trained", "folded"))
     backbone, division = form
     write_stock(source, backbone, DIVISIONS[division])
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
@@ -94,7 +96,7 @@ def test_its_files_are_those_of_a_stock_checkpoint(folders):
             assert indexes[0] == indexes[1]
         elif name != "config.json":
             assert (folded / name).read_bytes() == file.read_bytes(), name
-    assert changed  # or nothing was trained
+    assert changed  # otherwise nothing was trained
     for file in folded.iterdir():
         assert not [word for word in OURS if word in file.read_bytes()], file.name
     assert any(word in file.read_bytes() for file in trained.iterdir() for word in OURS)
@@ -102,8 +104,8 @@ def test_its_files_are_those_of_a_stock_checkpoint(folders):
 
 def test_its_config_says_what_the_stock_one_says(backbone, folders):
     source, _, folded = folders
-    said, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
-    assert said == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
+    config, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
+    assert config == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
     read, stock = (AutoConfig.from_pretrained(folder) for folder in (folded, source))
     assert type(read) is STOCK[backbone][0]
     assert {**stock.to_dict(), "_name_or_path": ""} == {**read.to_dict(), "_name_or_path": ""}
@@ -121,7 +123,7 @@ def test_the_stock_class_loads_it_whole(backbone, folders):
 
 def test_llama_cpp_knows_every_tensor(backbone, folders):
     _, trained, folded = folders
-    found = gguf_names(backbone, stored_names(folded))
-    assert None not in found.values()
-    assert len(set(found.values())) == len(found)
-    assert None in gguf_names(backbone, stored_names(trained)).values()  # what it says of ours
+    known_names = gguf_names(backbone, stored_names(folded))
+    assert None not in known_names.values()
+    assert len(set(known_names.values())) == len(known_names)
+    assert None in gguf_names(backbone, stored_names(trained)).values()  # unfolded models have unknown tensors

@@ -1,4 +1,4 @@
-"""torchao's 8-bit weights: the projections shrink, the mechanisms' own small parameters stay as they are."""
+"""8-bit weights of torchao: projections are quantised, the parameters of mechanisms are not."""
 
 import pytest
 import torch
@@ -35,10 +35,10 @@ def test_eight_bit_weights(case, folder, tmp_path):
     stored = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         assert name in small or torch.equal(parameter, stored[name]), name
-    expected, found = plain(tokens()).logits, model(tokens()).logits
-    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.15  # differences of heads enlarge the rounding
+    expected, logits = plain(tokens()).logits, model(tokens()).logits
+    assert 1e-4 < (logits - expected).norm() / expected.norm() < 0.15  # differences of heads enlarge the rounding
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     written = model.generate(tokens(), **options)
     assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
     model.save_pretrained(tmp_path / "small")
-    assert torch.equal(loaded(tmp_path / "small")(tokens()).logits, found)
+    assert torch.equal(loaded(tmp_path / "small")(tokens()).logits, logits)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: chats, packing, accumulation, adapters, and the balance loss that it must be told to count."""
+"""SFTTrainer of TRL: chats, packing, gradient accumulation, adapters, and the balance loss, which it omits."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ datasets = pytest.importorskip("datasets")
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROWS = 8
-BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: left out, it would show
+BALANCE_WEIGHT = 8.0  # as large as the cross-entropy, so that its omission is noticed
 
 
 class BalancedTrainer(trl.SFTTrainer):
-    """Trains on the model's own loss, as transformers' Trainer does: SFTTrainer's own has no balance loss in it."""
+    """Trains with the loss of the model, like Trainer of transformers; the loss of SFTTrainer has no balance loss."""
 
     compute_loss = Trainer.compute_loss
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """No bars for eight rows of text."""
+    """Disable progress bars."""
     datasets.disable_progress_bars()
     disable_progress_bar()
     yield
@@ -39,14 +39,14 @@ def quiet():
 
 
 def chats():
-    """Conversations of different lengths, two or more of which fit into a row of 128 tokens."""
+    """Conversations of different lengths; two or more fit into a sequence of 128 tokens."""
     texts = [f"what is {index} {'and ' * (index % 3)}{index + 1}" for index in range(ROWS)]
     messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in texts]
-    return datasets.Dataset.from_list([{"messages": each} for each in messages])
+    return datasets.Dataset.from_list([{"messages": conversation} for conversation in messages])
 
 
 def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config: Any = None, **options: Any) -> Any:
-    """An SFTTrainer as its users make it, on the CPU."""
+    """An SFTTrainer on the CPU with the usual arguments of its users."""
     tokenizer = character_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = "<unknown>"
     tokenizer.chat_template = TEMPLATE
@@ -54,19 +54,19 @@ def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config
     small |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     small |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     arguments = trl.SFTConfig(output_dir=str(folder), **(small | options))
-    given = {"train_dataset": chats(), "processing_class": tokenizer, "peft_config": peft_config}
-    return kind(model=model, args=arguments, **given)
+    common = {"train_dataset": chats(), "processing_class": tokenizer, "peft_config": peft_config}
+    return kind(model=model, args=arguments, **common)
 
 
 def losses(trainer: Any) -> list[float]:
-    """Of every step."""
+    """Train, and return the loss of every step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @torch.no_grad()
 def by_hand(model: Any, rows: Any) -> float:
-    """The cross-entropy of all conversations, each alone."""
+    """The mean cross-entropy per predicted token of all conversations, computed one by one."""
     total, predicted = 0.0, 0
     for row in rows:
         ids = torch.tensor(row["input_ids"])
@@ -78,7 +78,7 @@ def by_hand(model: Any, rows: Any) -> float:
 
 @for_one_case
 def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
-    found = {}
+    losses_by_packing = {}
     for packing in (False, True):
         model = mixed_model("Llama", CASES[case]).train()
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -86,10 +86,10 @@ def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
         assert len(trainer.train_dataset) == ROWS if not packing else len(trainer.train_dataset) <= ROWS // 2
         if not packing:
             expected = by_hand(model, trainer.train_dataset)
-        found[packing] = losses(trainer)
+        losses_by_packing[packing] = losses(trainer)
         for name, parameter in model.named_parameters():
             assert not torch.equal(parameter, before[name]), name
-    for steps in found.values():
+    for steps in losses_by_packing.values():
         assert steps[0] == pytest.approx(expected, rel=1e-5)
         assert steps[0] > steps[1] > steps[2]
     trainer.save_model(tmp_path / "model")
@@ -101,17 +101,17 @@ def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
 @pytest.mark.parametrize("options", first([{"per_device_train_batch_size": 2}, {"packing": True}, {}]), ids=str)
 def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, options, tmp_path, capfd):
     options = options | {"gradient_accumulation_steps": ROWS // options.get("per_device_train_batch_size", ROWS)}
-    found = {}
+    first_losses = {}
     for weight in (0.0, BALANCE_WEIGHT):
         for kind in (trl.SFTTrainer, BalancedTrainer):
             mixers = {"mixture": CASES["mixture"]["mixture"] | {"balance_weight": weight}}
             model = mixed_model(backbone, mixers).train()
-            found[weight, kind], *_ = losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
-    own = found[0.0, trl.SFTTrainer]
-    assert found[0.0, BalancedTrainer] == pytest.approx(own, rel=1e-5)  # the experts' balance loss is in both
-    assert found[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer knows nothing of it
-    # Three of four heads are on, two of them always: P_i and f_i are 1/2 for each of the two others if all is even.
-    assert 0.5 * BALANCE_WEIGHT - 0.1 < found[BALANCE_WEIGHT, BalancedTrainer] - own < 0.6 * BALANCE_WEIGHT
+            first_losses[weight, kind], *_ = losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
+    own = first_losses[0.0, trl.SFTTrainer]
+    assert first_losses[0.0, BalancedTrainer] == pytest.approx(own, rel=1e-5)  # the experts' balance loss is in both
+    assert first_losses[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer ignores it
+    # Of four heads, two are shared and one of the other two is active: with equal routing, both have P_i = f_i = 1/2.
+    assert 0.5 * BALANCE_WEIGHT - 0.1 < first_losses[BALANCE_WEIGHT, BalancedTrainer] - own < 0.6 * BALANCE_WEIGHT
 
 
 @for_one_case

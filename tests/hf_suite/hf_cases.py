@@ -1,8 +1,9 @@
-"""The cases of the suite: which classes, with which mixers, next to which stock baseline.
+"""The cases of the suite: backbone and mixers of each case, and its stock baseline.
 
-Every mechanism runs on Llama, and one on each other backbone: `explicit` with fewer component heads on Qwen3, whose
-k-norm does not commute with the combination; `knocking` on Qwen2, whose projections have a bias; `mixture` on
-Qwen3-MoE, which has a balance loss of its own; the encoders share the rest. A sixth mechanism adds one line here.
+Every mechanism runs on Llama, and at least one on each other backbone: `explicit` with fewer component heads on Qwen3,
+whose k-norm does not commute with the combination; `knocking` on Qwen2, whose projections have a bias; `mixture` on
+Qwen3-MoE, which has its own balance loss. The encoders cover the other mechanisms. A new mechanism adds one line to
+`OURS`.
 """
 
 from dataclasses import dataclass, field
@@ -39,11 +40,12 @@ BACKBONES: dict[str, str] = {
     "transnext": "TransNext",
     "t5": "T5",
 }
+"""Model type -> prefix of the class names."""
 ENCODERS = ("bert", "albert")
 IMAGES = ("vit", "deit", "dinov2", "transnext")
 SEQ2SEQ = ("t5",)
 COMPARED = {"gta": "llama", "transnext": "vit"}
-"""Backbones without a stock class -> those whose stock class they are compared with."""
+"""Backbone without a stock class -> backbone whose stock class is its baseline."""
 
 ENCODER_SIZES: dict[str, Any] = {
     "num_labels": 2,
@@ -113,21 +115,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case's name, as in `knocking+mixture-llama` or `stock-llama`."""
+        """Name of the case, such as `knocking+mixture-llama` or `stock-llama`."""
         return f"{'+'.join(self.mixers) or 'stock'}-{self.backbone}"
 
     @property
     def baseline(self) -> str:
-        """The name of the stock case that this one is compared with."""
+        """Name of the stock case that is the baseline."""
         return Case(COMPARED.get(self.backbone, self.backbone)).name
 
     @property
     def prefix(self) -> str:
-        """What the names of the case's classes start with."""
+        """Prefix of the class names of the case."""
         return ("Crosshead" if self.mixers else "") + BACKBONES[self.backbone]
 
     def config_kwargs(self) -> dict[str, Any]:
-        """The arguments that the case's config is made from."""
+        """The arguments of the config class."""
         sizes = {**SIZES, **EXTRA_SIZES.get(self.backbone, {})}
         sizes = {key: value for key, value in sizes.items() if value is not None}
         return {**sizes, "mixers": self.mixers} if self.mixers else sizes

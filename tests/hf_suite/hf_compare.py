@@ -1,4 +1,4 @@
-"""Comparing a case's outcomes with those of its stock baseline."""
+"""Compares the test outcomes of a case with those of its stock baseline."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from fnmatch import fnmatchcase
 from hf_cases import COMPARED, Case
 
 Outcomes = dict[tuple[str, str], tuple[str, str]]
-"""(test, subtest) -> (passed, skipped or failed; why). The subtest is empty for the test itself."""
+"""(test, subtest) -> (`passed`, `skipped` or `failed`; reason). The subtest is empty for the test itself."""
 
 Reasons = dict[tuple[str, str], str]
-"""(pattern of case names, pattern of test names) -> why those tests cannot pass, in a sentence."""
+"""(pattern of case names, pattern of test names) -> reason why these tests cannot pass, in one sentence."""
 
 
 @dataclass
 class Result:
-    """What one case's run gave; `error` is set where it did not get through."""
+    """The result of the pytest run of one case; `error` is set if the run did not finish."""
 
     case: Case
     outcomes: Outcomes
@@ -23,13 +23,13 @@ class Result:
     error: str = ""
 
     def counts(self) -> Counter[str]:
-        """How many tests passed, were skipped and failed; subtests are not counted."""
+        """The number of passed, skipped and failed tests, without subtests."""
         return Counter(outcome for (_, subtest), (outcome, _) in self.outcomes.items() if not subtest)
 
 
 @dataclass
 class Difference:
-    """A test or subtest that stock passes and ours does not."""
+    """A test or subtest that passes with the stock class but not with ours."""
 
     case: str
     test: str
@@ -37,41 +37,43 @@ class Difference:
     outcome: str
     why: str
     key: tuple[str, str] | None
-    """The entry of the table of reasons that covers it, if one does."""
+    """Key in the table of reasons that explains the difference, or None."""
 
 
 def matching(case: str, test: str, reasons: Reasons) -> tuple[str, str] | None:
-    """The first entry of the table that covers this test of this case."""
+    """The first key in the table of reasons that matches this case and test, or None."""
     return next((key for key in reasons if fnmatchcase(case, key[0]) and fnmatchcase(test, key[1])), None)
 
 
 def differences(results: dict[str, Result], reasons: Reasons) -> list[Difference]:
-    """All that stock passes and ours does not; a subtest is listed only where its test itself is not."""
-    found = []
+    """All tests and subtests that only the stock class passes; subtests of a listed test are not listed."""
+    listed = []
     for name, result in results.items():
         if not result.case.mixers:
             continue
         worse: set[str] = set()
         stock = results[result.case.baseline].outcomes
-        for (test, subtest), (outcome, _) in sorted(stock.items()):  # a test before its subtests
+        for (test, subtest), (outcome, _) in sorted(stock.items()):  # sorted, so that a test precedes its subtests
             ours, why = result.outcomes.get((test, subtest), ("not run", ""))
             if outcome != "passed" or ours == "passed" or test in worse:
                 continue
-            if subtest and result.case.backbone in COMPARED:  # its classes and layers have other names
+            if (
+                subtest and result.case.backbone in COMPARED
+            ):  # subtests are named after classes and layers, which differ from the baseline's
                 continue
             if not subtest:
                 worse.add(test)
-            found.append(Difference(name, test, subtest, ours, why, matching(name, test, reasons)))
-    return found
+            listed.append(Difference(name, test, subtest, ours, why, matching(name, test, reasons)))
+    return listed
 
 
-def stale_reasons(results: dict[str, Result], found: list[Difference], reasons: Reasons) -> list[tuple[str, str]]:
-    """Entries that explain no difference, although stock passes a test that they name: the difference is gone.
+def stale_reasons(results: dict[str, Result], listed: list[Difference], reasons: Reasons) -> list[tuple[str, str]]:
+    """Keys of the table of reasons that explain no difference, although the stock class passes a matching test.
 
-    An entry for a test that this version of the library does not have, or that no stock class can pass on this
-    machine, is not stale: it was not put to the test.
+    An entry for a test that this version of the library lacks, or that no stock class passes on this machine, is not
+    stale, because it was not tested.
     """
-    used = {difference.key for difference in found}
+    used = {difference.key for difference in listed}
     tested = {
         matching(name, test, reasons)
         for name, result in results.items()

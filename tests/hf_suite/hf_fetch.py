@@ -1,4 +1,4 @@
-"""Fetching the library's own tests: its source distribution, `tests/` of it, and stand-ins for what it lacks."""
+"""Fetches the tests of transformers from its source distribution, and adds stand-ins for missing modules."""
 
 import subprocess
 import sys
@@ -14,18 +14,18 @@ STAND_INS: dict[str, str] = {
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
-"""Modules that test_modeling_common.py imports and that no source distribution so far (5.17 to 5.23) carries."""
+"""Path -> content of modules that test_modeling_common.py imports but no source distribution has (5.17 to 5.23)."""
 
 
 class FetchError(Exception):
-    """The library's tests cannot be had; the message says why in one line."""
+    """The tests of transformers cannot be fetched; the message is one line."""
 
 
 def download(version: str, cache: Path) -> Path:
-    """The source distribution of transformers `version`, from `cache` or else from the package index.
+    """The path of the source distribution of transformers `version`, downloaded if it is not in `cache`.
 
-    `--no-binary transformers`, and not `:all:`: pip prepares the package's metadata, and with `:all:` it would build
-    setuptools itself from source for that, which fails where `wheel` is missing.
+    The option is `--no-binary transformers`, not `:all:`, with which pip would also build setuptools from source to
+    prepare the metadata of the package; that fails if `wheel` is missing.
     """
     target = cache / f"transformers-{version}.tar.gz"
     if target.exists():
@@ -33,23 +33,23 @@ def download(version: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        wanted = ["--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
-        run = subprocess.run(pip + wanted, capture_output=True, text=True)
-        found = Path(folder) / target.name
-        if run.returncode or not found.exists():
+        options = ["--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
+        run = subprocess.run(pip + options, capture_output=True, text=True)
+        downloaded = Path(folder) / target.name
+        if run.returncode or not downloaded.exists():
             errors = [line for line in run.stderr.splitlines() if line.lower().startswith("error")]
             why = errors[-1] if errors else (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
             raise FetchError(
                 f"cannot fetch the source of transformers {version} from the package index (no network?): {why}"
             )
-        found.replace(target)
+        downloaded.replace(target)
     return target
 
 
 def unpack(archive: Path, version: str, cache: Path) -> Path:
-    """Unpack the Python files of `tests/` into `cache`; returns the folder to put on the import path.
+    """Unpack the Python files of `tests/` into `cache`; return the folder for the import path.
 
-    Only regular files are read, and only under names without `..`: nothing can land outside the folder.
+    Only regular files with safe names are extracted, so no file is written outside the folder.
     """
     root = cache / version
     package = root / PACKAGE
@@ -77,13 +77,13 @@ def unpack(archive: Path, version: str, cache: Path) -> Path:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, making its folder."""
+    """Write `data` to `path`, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
 def fetch(version: str, cache: Path) -> Path:
-    """The folder from which the tests of transformers `version` are importable as `PACKAGE`."""
+    """Fetch the tests of transformers `version`; return the folder from which they are importable as `PACKAGE`."""
     cache.mkdir(parents=True, exist_ok=True)
     (cache / ".gitignore").write_text("*\n")
     return unpack(download(version, cache), version, cache)

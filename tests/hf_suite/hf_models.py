@@ -1,7 +1,7 @@
-"""What pytest runs for one case (its name is in HF_SUITE_CASE): the library's mixins on the case's three classes.
+"""The pytest module for the case named in HF_SUITE_CASE: test mixins of transformers on the classes of the case.
 
-What differs between versions of the library is kept here, in `OPTIONAL_MIXINS` and `HFSuiteTest`, and in the
-`STAND_INS` of hf_fetch.py.
+Differences between versions of transformers are handled in `OPTIONAL_MIXINS` and `HFSuiteTest`, and in `STAND_INS` of
+hf_fetch.py.
 """
 
 import gc
@@ -29,7 +29,7 @@ HEADS: dict[str, Any] = {
     "ForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "ForConditionalGeneration": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
-"""The classes of models, and the tables in which the library's tests look up what kind of head a class carries."""
+"""Suffix of a class name -> table of class names in which the tests of transformers look up the kind of model."""
 
 OPTIONAL_MIXINS: dict[str, str] = {
     "test_memory_cleanup_mixin": "MemoryCleanupMixin",  # must come first among the bases; not yet in 5.17
@@ -37,19 +37,19 @@ OPTIONAL_MIXINS: dict[str, str] = {
 
 
 def optional_mixins() -> list[type]:
-    """Those of `OPTIONAL_MIXINS` that this version of the library has."""
+    """The classes in `OPTIONAL_MIXINS` that this version of transformers has."""
     present = [name for name in OPTIONAL_MIXINS if importlib.util.find_spec(f"{PACKAGE}.{name}")]
     return [getattr(importlib.import_module(f"{PACKAGE}.{name}"), OPTIONAL_MIXINS[name]) for name in present]
 
 
 def class_of(case: Case, suffix: str) -> Any:
-    """The case's class with this suffix, from the library or from crosshead."""
+    """The class of the case with this suffix, from transformers or crosshead."""
     module = importlib.import_module("crosshead") if case.mixers else transformers
     return getattr(module, case.prefix + suffix)
 
 
 def heads_of(case: Case) -> list[str]:
-    """What the names of the case's classes end with."""
+    """The suffixes of the class names of the case."""
     if case.backbone in IMAGES:
         return ["Model", "ForImageClassification"]
     if case.backbone in SEQ2SEQ:
@@ -59,14 +59,14 @@ def heads_of(case: Case) -> list[str]:
 
 
 def announce(case: Case) -> None:
-    """Enter the case's classes in the library's tables, where its own classes stand already."""
+    """Add the classes of the case to the tables in HEADS, which already have the stock classes."""
     model_type = class_of(case, "Config").model_type
     for suffix in heads_of(case):
         HEADS[suffix].setdefault(model_type, class_of(case, suffix).__name__)
 
 
 class Tester:
-    """What the mixins call `model_tester`: a tiny config, inputs for it, and the sizes that the outputs must have."""
+    """The `model_tester` of the mixins: a tiny config, inputs for it, and the expected sizes of outputs."""
 
     is_training = True
     batch_size = 13
@@ -78,7 +78,7 @@ class Tester:
         self.hidden_size = SIZES["hidden_size"]
         self.num_hidden_layers = SIZES["num_hidden_layers"]
         self.num_attention_heads = SIZES["num_attention_heads"]
-        if case.backbone in IMAGES:  # patches, and one token of the class, of DeiT another of the teacher
+        if case.backbone in IMAGES:  # four patches and a class token; DeiT also has a distillation token
             self.num_masks, self.mask_length = 2, 4
             self.seq_length = 4 + (2 if case.backbone == "deit" else 1)
         elif case.backbone in SEQ2SEQ:
@@ -92,14 +92,14 @@ class Tester:
         return class_of(self.case, "Config")(**self.case.config_kwargs())
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
-        """A config, and right-padded inputs: the first row has one token, the seventh and all after it are full."""
+        """A config and inputs: images, or right-padded token ids of 1, 2, ... 7, 7, ... tokens per row."""
         if self.case.backbone in IMAGES:
             return self.get_config(), {"pixel_values": common.floats_tensor([self.batch_size, 3, 16, 16])}
         input_ids = common.ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
         attention_mask = common.torch.tril(common.torch.ones_like(input_ids))
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.case.backbone in SEQ2SEQ:
-            inputs |= {f"decoder_{name}": given for name, given in inputs.items()}
+            inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
         return self.get_config(), inputs
 
 
@@ -110,22 +110,25 @@ BASES: tuple[Any, ...] = (*optional_mixins(), common.ModelTesterMixin, TrainingT
 
 
 class HFSuiteTest(*BASES):  # type: ignore[misc]
-    """The library's tests on one case."""
+    """The tests of transformers on one case."""
 
     all_model_classes = tuple(class_of(CASE, suffix) for suffix in heads_of(CASE))
     run_under_no_grad = False  # MemoryCleanupMixin: most of these tests need gradients
     test_resize_embeddings = CASE.backbone not in IMAGES
-    test_generation_tester_mixin_inheritance = None  # demands the generation mixin, which is not distributed
+    test_generation_tester_mixin_inheritance = (
+        None  # needs the generation mixin, which is not in the source distribution
+    )
 
     def setUp(self) -> None:
-        """A fresh tester for each test."""
+        """Create a new tester for each test."""
         super().setUp()
         self.model_tester = Tester(CASE)
 
     def test_can_init_all_missing_weights(self) -> None:
-        """The library's test, which skips what is older than 2023 by the copyright line of the config's file.
+        """Run the test of transformers for every case.
 
-        Ours may have no such line and Llama's says 2022: the year is read from Qwen3's file instead, for every case.
+        It skips models older than 2023, by the copyright line in the file of the config class. Our files may have no
+        such line, and that of Llama says 2022, so the test reads the file of Qwen3Config instead.
         """
         real = common.inspect.getfile
         dated: str = real(transformers.Qwen3Config)
@@ -138,4 +141,4 @@ class HFSuiteTest(*BASES):  # type: ignore[misc]
             super().test_can_init_all_missing_weights()
 
 
-gc.freeze()  # MemoryCleanupMixin collects twice a test: what is imported by now need not be walked each time
+gc.freeze()  # MemoryCleanupMixin collects garbage twice per test; objects imported so far are skipped

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes each outcome, subtests included, as one JSON line to the file in HF_SUITE_OUT."""
+"""A pytest plugin that writes each outcome, also of subtests, as one JSON line to the file in HF_SUITE_OUT."""
 
 import json
 import os
@@ -11,7 +11,7 @@ OUT = Path(os.environ["HF_SUITE_OUT"])
 
 
 def reason(report: pytest.TestReport) -> str:
-    """The last word of a skip or a failure, in one line."""
+    """The reason of a skip, or the message of a failure, on one line."""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ").strip()
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -20,7 +20,7 @@ def reason(report: pytest.TestReport) -> str:
 
 
 def subtest(report: pytest.TestReport) -> str:
-    """What a subtest is called, stock and ours alike; empty for the test itself."""
+    """The name of a subtest, the same for the stock class and ours; empty for the test itself."""
     context = getattr(report, "context", None)
     if context is None:
         return ""
@@ -30,7 +30,7 @@ def subtest(report: pytest.TestReport) -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record a report that decides the outcome of a test or of a subtest."""
+    """Write the outcome of a test or subtest; a passed setup or teardown is not an outcome."""
     if report.when != "call" and report.outcome == "passed":
         return
     row = {"test": report.nodeid.split("::")[-1], "subtest": subtest(report), "outcome": report.outcome}

@@ -1,4 +1,4 @@
-"""Why a test that stock passes cannot pass on ours: the explicit table that `make hf-suite` holds itself to."""
+"""Reasons why a test that passes with a stock class cannot pass with ours; `make hf-suite` fails for any other."""
 
 from hf_compare import Reasons
 
@@ -10,4 +10,4 @@ REASONS: Reasons = {
     ("*-qwen3_moe", "test_moe_models_record_router_logits"): EXPERTS,
     ("*-deepseek_v?", "test_moe_models_record_router_logits"): EXPERTS,
 }
-"""(pattern of case names, pattern of test names) -> one sentence. The first that matches counts."""
+"""(pattern of case names, pattern of test names) -> reason in one sentence; the first match applies."""

@@ -1,19 +1,19 @@
-"""transformers' own model tests on our classes, beside the same tests on the stock classes (`make hf-suite`).
+"""Runs the model tests of transformers on our classes and on the stock classes (`make hf-suite`).
 
     python tests/hf_suite/run.py [--filter SUBSTR] [--json OUT]
 
 Fetches the source distribution of the installed transformers, unpacks its tests, and runs on each case of
-hf_cases.py, in a process of its own: `ModelTesterMixin`, `TrainingTesterMixin`, and `MemoryCleanupMixin` where the
-version has it (not 5.17; the leak it looks for can be measured on an accelerator only). Then prints, for each case,
-every test or subtest that the stock class passes and ours does not, with its reason from hf_reasons.py. The status is
-0 if each has a reason, each reason still applies, and every case ran.
+hf_cases.py, in its own process: `ModelTesterMixin`, `TrainingTesterMixin`, and `MemoryCleanupMixin` if the version has
+it (5.17 has not; the leak that it detects can only be measured on an accelerator). Then prints, for each case, every
+test or subtest that the stock class passes and ours does not, with its reason from hf_reasons.py. The exit status is 0
+if each has a reason, each reason still applies, and every case ran.
 
-Left out:
+Omitted tests:
 - `GenerationTesterMixin`, `ExportTesterMixin`, `CausalLMModelTest`: not in the source distribution (empty stand-ins
-  for the first two), nor therefore the test that demands the first;
+  replace the first two), and the test that requires the first;
 - `TensorParallelTesterMixin`, `ExpertParallelTesterMixin`, `FSDPTesterMixin`: since 5.23 they import a module that the
-  source distribution lacks, and they test plans for splitting a layer, which heads that work together do not have;
-- `ConfigTester`: needs the library's source tree around it;
+  source distribution lacks, and they test plans for sharding layers, which layers with head interaction do not have;
+- `ConfigTester`: needs the source tree of transformers;
 - `PipelineTesterMixin`, `ExecutorchTest`: they fetch models from the Hub;
 - the remaining files of `tests/`: tokenizers, processors, images and videos, backbones, patching.
 """
@@ -38,11 +38,11 @@ from hf_report import print_report, summary_line, to_json
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "hf_suite"
 TIME_LIMIT = 1800
-"""Seconds after which a case is given up; a case takes about half a minute."""
+"""Maximum seconds per case; a case usually takes about half a minute."""
 
 
 def environment(case: Case, tests: Path, out: Path) -> dict[str, str]:
-    """The environment of a case's process: offline, one thread (the models are tiny), the unpacked tests in reach."""
+    """The environment variables for the process of a case: offline, one thread, unpacked tests on the import path."""
     paths = [str(HERE), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "HF_SUITE_CASE": case.name,
@@ -58,7 +58,7 @@ def environment(case: Case, tests: Path, out: Path) -> dict[str, str]:
 
 
 def read_outcomes(out: Path) -> Outcomes:
-    """What the plugin wrote: (test, subtest) -> outcome and why; the worst where one name was reported twice."""
+    """The outcomes that hf_plugin.py wrote; the worst one if a name was reported more than once."""
     outcomes: Outcomes = {}
     badness = ["passed", "skipped", "failed"]
     for line in out.read_text().splitlines():
@@ -71,7 +71,7 @@ def read_outcomes(out: Path) -> Outcomes:
 
 
 def run_case(case: Case, tests: Path) -> Result:
-    """Run pytest on one case in a process of its own."""
+    """Run pytest on one case in its own process."""
     started = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "hf_plugin", "--tb=short", "hf_models.py"]
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def run_case(case: Case, tests: Path) -> Result:
                 text=True,
                 timeout=TIME_LIMIT,
             )
-            # 0 and 1 are pytest's own "all passed" and "some failed"; anything else means that it did not get through.
+            # 0 and 1 mean "all passed" and "some failed"; with any other status pytest did not finish.
             error = (
                 "" if run.returncode in (0, 1) else f"pytest ended with status {run.returncode}\n{run.stdout[-3000:]}"
             )
@@ -97,7 +97,7 @@ def run_case(case: Case, tests: Path) -> Result:
 
 
 def installed_version() -> str:
-    """The installed transformers' version; exits with one line where something needed is missing."""
+    """The version of the installed transformers; exits with a message if a required package is missing."""
     missing = [name for name in ("crosshead", "pytest", "parameterized") if find_spec(name) is None]
     if missing:
         sys.exit(f"hf-suite: not installed: {', '.join(missing)} (pip install -e '.[dev]')")
@@ -108,9 +108,11 @@ def installed_version() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the suite; returns the exit status."""
-    parser = argparse.ArgumentParser(description="transformers' own model tests on our classes, beside stock ones")
-    parser.add_argument("--filter", default="", metavar="SUBSTR", help="only the cases whose name contains this")
+    """Run the suite; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Run the model tests of transformers on our classes and on the stock classes."
+    )
+    parser.add_argument("--filter", default="", metavar="SUBSTR", help="run only cases whose name contains this")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all outcomes and differences to this file")
     options = parser.parse_args(arguments)
     cases = select(options.filter)
@@ -127,11 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{number}/{len(cases)}] {case.name} ...", end=" ", flush=True)
         results[case.name] = run_case(case, tests)
         print(summary_line(results[case.name]), flush=True)
-    found = differences(results, REASONS)
-    stale = [] if options.filter else stale_reasons(results, found, REASONS)
-    status = print_report(results, found, stale)
+    listed = differences(results, REASONS)
+    stale = [] if options.filter else stale_reasons(results, listed, REASONS)
+    status = print_report(results, listed, stale)
     if options.json:
-        options.json.write_text(json.dumps(to_json(release, results, found, stale, status), indent=1) + "\n")
+        options.json.write_text(json.dumps(to_json(release, results, listed, stale, status), indent=1) + "\n")
     return status
 
 

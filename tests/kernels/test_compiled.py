@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU, which takes none: the compiler does not forgive all that the interpreter does."""
+"""Kernels compile for a GPU, without having one: the compiler is stricter than Triton's interpreter."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 MOST_SHARED = 227 * 1024
-"""Bytes of an H100's fast memory that a program may have."""
+"""Maximum bytes of shared memory per program on an H100."""
 KERNELS = {
     "mixture": {"list_tokens", "attend", "query_gradients", "key_gradients", "_look"},
     "token": {"attend_to_part", "join_parts"},
@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def launched() -> Iterator[str]:
-    """Names of kernels that our files start: `name[grid](...)`."""
+    """Names of the kernels launched in modeling/kernels, as in `name[grid](...)`."""
     for path in (TESTS.parent / "modeling" / "kernels").glob("*_triton.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = node.func if isinstance(node, ast.Call) else None
@@ -45,6 +45,6 @@ def test_compiles_for_an_h100_and_fits_its_memory(name: str, tmp_path: Path) -> 
     command = [sys.executable, "-P", str(TESTS / "compile_kernels.py"), name]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in found} == KERNELS[name]
-    assert not [kernel for kernel in found if kernel["shared"] > MOST_SHARED or not kernel["binary"]]
+    kernels: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS[name]
+    assert not [kernel for kernel in kernels if kernel["shared"] > MOST_SHARED or not kernel["binary"]]

@@ -1,4 +1,4 @@
-"""`mixture`'s kernels for one token, in Triton's interpreter: against attention by the book in float64."""
+"""Kernels of `mixture` for one query token, in Triton's interpreter, compared with plain attention in float64."""
 
 import os
 import random
@@ -31,12 +31,12 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_decode_triton, "PART", 32)
     monkeypatch.setattr(routed_decode_triton, "PARTS", 2)
     monkeypatch.setattr(routed_decode_triton, "keys_at_once", lambda *_: 16)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)
 
 
 def laid_out(batch: int, heads: int, length: int, size: int) -> torch.Tensor:
-    """Heads each in one piece, or a token's side by side, or with features apart."""
+    """Random heads (batch, heads, length, size), contiguous per head or per token, or with strided features."""
     dims = random.choice(((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims))
     return whole.permute(*(dims.index(i) for i in range(4)))
@@ -49,17 +49,17 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     q = laid_out(sizes[0], groups * size, 1, features).to(dtype)
     k, v = (laid_out(sizes[0], groups, sizes[2], of_side).to(dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
-    found = attend_to_chosen(q, k, v, chosen, mask, SCALING)
-    assert found.dtype == dtype
+    result = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    assert result.dtype == dtype
     expected = plain(q.double(), k.double(), v.double(), chosen, seen_under(kind, sizes, mask))
-    found = found * chosen[..., None]
-    assert (found - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
+    result = result * chosen[..., None]
+    assert (result - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """For each of 6 masks and 3 formats 28 shapes: 504."""
+    """28 random shapes for each of 6 masks and 3 dtypes."""
     for seed in range(28):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
@@ -68,29 +68,29 @@ def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head", range(4))
 def test_what_is_not_needed_is_not_read(head: int) -> None:
-    """Nor what is hidden: it may hold anything; here it would spoil every sum."""
+    """Keys and values of other heads and masked keys are not read: they are NaN and would spoil every sum."""
     q, (k, v) = torch.randn(2, 8, 1, 4), (torch.full((2, 4, 70, 4), torch.nan) for _ in range(2))
     k[0, head, :50], v[0, head, :50] = torch.randn(2, 50, 4)
     chosen, mask = torch.zeros(2, 1, 8, dtype=torch.bool), (torch.arange(70) < 50)[None, None]
     chosen[0, 0, 2 * head] = True
-    found = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    result = attend_to_chosen(q, k, v, chosen, mask, SCALING)
     expected = plain(q[:1], k[:1, :, :50], v[:1, :, :50], chosen[:1], torch.ones(1, 1, 50, dtype=torch.bool))
-    torch.testing.assert_close(found[0, 0, 2 * head], expected[0, 0, 2 * head])
-    assert not found[1].any() and not found.isnan().any()
+    torch.testing.assert_close(result[0, 0, 2 * head], expected[0, 0, 2 * head])
+    assert not result[1].any() and not result.isnan().any()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a GPU, however few the keys: how many each call met."""
-    seen: list[int] = []
+def key_counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Use the kernel as on a GPU, for any number of keys; the list receives the number of keys of each call."""
+    key_counts: list[int] = []
 
-    def noted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(key.shape[2])
+    def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        key_counts.append(key.shape[2])
         return attend_to_chosen(query, key, *rest)
 
-    monkeypatch.setattr(routed_decode_triton, "attend_to_chosen", noted)
+    monkeypatch.setattr(routed_decode_triton, "attend_to_chosen", recorded)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
-    return seen
+    return key_counts
 
 
 @torch.no_grad()
@@ -108,13 +108,13 @@ def test_eligible_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
-def test_model(changes: dict[str, Any], asked: list[int]) -> None:
-    """Token by token after a prompt, and as a whole."""
+def test_model(changes: dict[str, Any], key_counts_of_calls: list[int]) -> None:
+    """Decoding token by token after a prompt gives the same logits as one pass over the whole sequence."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", num_key_value_heads=4, **changes)
     ids = tokens(2, 16)
-    found = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
-    assert len(asked) == 12
-    torch.testing.assert_close(found, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
+    result = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
+    assert len(key_counts_of_calls) == 12
+    torch.testing.assert_close(result, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.compile
@@ -127,6 +127,6 @@ def test_a_compiled_token_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> No
     def attend(*heads: torch.Tensor) -> torch.Tensor:
         return triton_backends.mixture_triton_attention(layer, *heads, None, SCALING, gates=gates)[0]
 
-    found = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    result = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
     torch.compiler.reset()
-    torch.testing.assert_close(found, attend(q, k, v))
+    torch.testing.assert_close(result, attend(q, k, v))

@@ -1,4 +1,4 @@
-"""What a GPU is checked with, in Triton's interpreter: that the check itself is right, and that it can fail."""
+"""The check for GPUs in random_calls.py, run in Triton's interpreter: it passes right kernels and finds wrong ones."""
 
 import os
 from collections.abc import Callable
@@ -27,10 +27,10 @@ KERNELS = (
 MECHANISMS = ("mixture", "mixture-token", "talking")
 
 
-def telling(
+def scaled_and_recorded(
     kernel: Callable[..., torch.Tensor], name: str, names: list[str], factor: float
 ) -> Callable[..., torch.Tensor]:
-    """The same times a factor, with its name put down at each call."""
+    """The kernel with its output multiplied by `factor`; each call appends `name` to `names`."""
 
     def called(*call: Any) -> torch.Tensor:
         names.append(name)
@@ -41,7 +41,7 @@ def telling(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy, which the interpreter computes with, has no bfloat16 to multiply."""
+    """Use the kernels as on a GPU. The interpreter computes with NumPy, which cannot multiply bfloat16."""
     for module, _ in KERNELS:
         monkeypatch.setitem(module.FACTORS, torch.bfloat16, tl.float32)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
@@ -53,8 +53,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_kernels_agree_and_wrong_ones_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, telling(getattr(module, name), name, names, factor))
+        monkeypatch.setattr(module, name, scaled_and_recorded(getattr(module, name), name, names, factor))
     cases = [(mechanism, dtype) for mechanism in MAKERS for dtype in TOLERANCES]
-    found = {case for case in cases if not check(*case, "cpu", 24, 4)[1]}
-    assert found == (set() if factor == 1 else {case for case in cases if case[0] in MECHANISMS})
+    failed = {case for case in cases if not check(*case, "cpu", 24, 4)[1]}
+    assert failed == (set() if factor == 1 else {case for case in cases if case[0] in MECHANISMS})
     assert set(names) == {name for _, name in KERNELS}

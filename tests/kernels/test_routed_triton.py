@@ -1,4 +1,4 @@
-"""`mixture`'s kernels, in Triton's interpreter: against attention by the book in float64, and against the oracle."""
+"""Kernels of `mixture` in Triton's interpreter, compared with plain attention in float64 and with the oracle."""
 
 import os
 import random
@@ -42,7 +42,7 @@ TILES = (Tile(16, 16, 1), Tile(4, 16, 1), Tile(16, 4, 1))
 
 
 def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Heads that lie as a projection leaves them, or each in one piece, or with features apart."""
+    """Random heads (batch, heads, length, size), laid out like a projection, per head, or with strided features."""
     dims = random.choice(((0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims)).to(dtype)
     return whole.permute(*(dims.index(i) for i in range(4))).requires_grad_()
@@ -56,22 +56,22 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     q = heads_of(sizes[0], groups * size, queries, features, dtype)
     k, v = (heads_of(sizes[0], groups, sizes[2], of_side, dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
-    found = attend_chosen(q, k, v, chosen, mask, SCALING, kind != "all")
-    check(found, [q, k, v], chosen, seen_under(kind, sizes, mask), TOLERANCES[dtype])
+    result = attend_chosen(q, k, v, chosen, mask, SCALING, kind != "all")
+    check(result, [q, k, v], chosen, seen_under(kind, sizes, mask), TOLERANCES[dtype])
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_triton, "tiles_of", lambda *_: (random.choice(TILES), random.choice(TILES)))
     monkeypatch.setattr(routed_triton, "MOST_TOKENS", 16)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_triton.FACTORS, torch.bfloat16, tl.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """For each of 7 masks and 3 formats 24 shapes: 504."""
+    """24 random shapes for each of 7 masks and 3 dtypes."""
     for seed in range(24):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
@@ -82,39 +82,39 @@ def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
 def test_nothing_and_everything(chosen: bool) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
     routed = torch.full((1, 40, 2), chosen)
-    found = attend_chosen(q, k, v, routed, None, SCALING, True)
-    assert bool(found.any()) == chosen
-    check(found, [q, k, v], routed, lower((1, 40, 40)), TOLERANCES[q.dtype])
+    result = attend_chosen(q, k, v, routed, None, SCALING, True)
+    assert bool(result.any()) == chosen
+    check(result, [q, k, v], routed, lower((1, 40, 40)), TOLERANCES[q.dtype])
 
 
 def test_a_mask_of_one_sequence_holds_for_all() -> None:
     q, k, v = (torch.randn(3, 2, 20, 8, requires_grad=True) for _ in range(3))
     mask, chosen = window((1, 20, 20)), routes((3, 20, 20), 2)
-    found = attend_chosen(q, k, v, chosen, mask, SCALING, True)
-    check(found, [q, k, v], chosen, mask.expand(3, -1, -1), TOLERANCES[q.dtype])
+    result = attend_chosen(q, k, v, chosen, mask, SCALING, True)
+    check(result, [q, k, v], chosen, mask.expand(3, -1, -1), TOLERANCES[q.dtype])
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
-    """What hides behind a mask may be anything; here it would spoil every sum."""
+    """Masked keys and values are not read: they are NaN and would spoil every sum."""
     q, k, v = (torch.randn(1, 1, 64, 16) for _ in range(3))
     mask, chosen = lower((1, 64, 64)) & (torch.arange(64) >= 32), torch.ones(1, 64, 1, dtype=torch.bool)
     k[:, :, :32] = v[:, :, :32] = torch.nan
     expected = plain(q[:, :, 32:], k[:, :, 32:], v[:, :, 32:], chosen[:, 32:], lower((1, 32, 32)))
-    found = attend_chosen(q, k, v, chosen, mask, SCALING, True)
-    torch.testing.assert_close(found[:, 32:], expected)
-    assert not found[:, :32].any()
+    result = attend_chosen(q, k, v, chosen, mask, SCALING, True)
+    torch.testing.assert_close(result[:, 32:], expected)
+    assert not result[:, :32].any()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """As on a GPU, however few the queries; the kernels compute in float32 whatever they are given."""
+def query_shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Use the kernels as on a GPU, in float32 for any dtype; the list receives the query shape of each call."""
     shapes: list[torch.Size] = []
 
-    def narrowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
         shapes.append(q.shape)
         return attend_chosen(q.float(), k.float(), v.float(), *rest).to(q.dtype)
 
-    monkeypatch.setattr(routed_triton, "attend_chosen", narrowed)
+    monkeypatch.setattr(routed_triton, "attend_chosen", in_float32)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
@@ -124,41 +124,43 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize("padding", ((0, 2), None))
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", MIXTURES)
-def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[torch.Size]) -> None:
-    """Against the oracle, with a mask and without."""
+def test_layer(
+    case: str, heads: tuple[int, int], padding: tuple[int, int] | None, query_shapes: list[torch.Size]
+) -> None:
+    """A layer agrees with the oracle, with a mask and without."""
     if "version 2" in case and heads[0] == heads[1]:
         pytest.skip("two query heads read each key/value head")
     assert_sdpa_agrees(MIXTURES[case], heads, padding, "crosshead_mixture_triton")
-    assert len(asked) == ("differential" not in case)
+    assert len(query_shapes) == ("differential" not in case)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_model(kind: str, asked: list[torch.Size]) -> None:
-    """A whole model, one layer of which has a window, as the library makes its masks."""
+def test_model(kind: str, query_shapes: list[torch.Size]) -> None:
+    """A whole model with masks made by transformers; one layer has a sliding window."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", **WINDOW)
-    found = logits_and_gradients(model, kind)
-    assert len(asked) == 2
+    result = logits_and_gradients(model, kind)
+    assert len(query_shapes) == 2
     model.set_attn_implementation("sdpa")
-    for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
+    for ours, dense in zip(result, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-5 * max(1.0, dense.abs().max().item()))
-    assert len(asked) == 2
+    assert len(query_shapes) == 2
 
 
-def test_a_prompt_in_parts(asked: list[torch.Size]) -> None:
+def test_a_prompt_in_parts(query_shapes: list[torch.Size]) -> None:
     model, ids = mixed_model("Llama", SKIPPING, "crosshead_mixture_triton"), tokens(2, 12)
-    found = logits_in_parts(model, ids, (5, 6, 1))
-    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
-    assert [shape[2] for shape in asked] == [5, 5, 6, 6, 12, 12]
+    result = logits_in_parts(model, ids, (5, 6, 1))
+    torch.testing.assert_close(result, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert [shape[2] for shape in query_shapes] == [5, 5, 6, 6, 12, 12]
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("query_shapes")
 def test_autocast_gives_its_dtype() -> None:
     q, k, v = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8).bfloat16()
     chosen = torch.ones(1, 20, 2, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_chosen(q, k, v, chosen, None, SCALING, True)
-    assert found.dtype == torch.bfloat16
-    assert (found - plain(q, k, v.float(), chosen, lower((1, 20, 20)))).abs().max() < 0.05
+        result = attend_chosen(q, k, v, chosen, None, SCALING, True)
+    assert result.dtype == torch.bfloat16
+    assert (result - plain(q, k, v.float(), chosen, lower((1, 20, 20)))).abs().max() < 0.05
 
 
 @pytest.mark.compile
@@ -168,7 +170,7 @@ def test_a_compiled_step_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     ids, parameters = tokens(), [*model.parameters()]
     expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, parameters)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(ids, labels=ids, use_cache=False).loss, parameters)
+    result = torch.autograd.grad(compiled(ids, labels=ids, use_cache=False).loss, parameters)
     torch.compiler.reset()
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

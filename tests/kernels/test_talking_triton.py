@@ -1,4 +1,4 @@
-"""`talking`'s kernels, in Triton's interpreter: against the plain computation in float64, and against the oracle."""
+"""Kernels of `talking` in Triton's interpreter, compared with the plain computation in float64 and the oracle."""
 
 import os
 from dataclasses import fields, replace
@@ -30,16 +30,16 @@ TALKING = {name: mixers for name, mixers in OPTION_CASES.items() if "talking" in
 
 
 def parts_of(call: TalkingCall) -> list[Any]:
-    """The arguments of `talking_blocks`."""
+    """The fields of a call, as arguments of `talking_blocks`."""
     return [getattr(call, part.name) for part in fields(call)]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
-    """As on a GPU; the kernels compute in float32 when they are given float64."""
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
+    """Use the kernels as on a GPU, with float64 inputs in float32; the list receives all calls."""
     calls: list[TalkingCall] = []
 
-    def narrowed(call: TalkingCall) -> torch.Tensor:
+    def in_float32(call: TalkingCall) -> torch.Tensor:
         calls.append(call)
         if call.query.dtype != torch.float64:
             return attend_in_tiles(call)
@@ -48,11 +48,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
         call = replace(call, **{name: None if x is None else x.float() for name, x in parts.items()})
         return attend_in_tiles(call).double()
 
-    monkeypatch.setattr(talking_triton, "attend_in_tiles", narrowed)
+    monkeypatch.setattr(talking_triton, "attend_in_tiles", in_float32)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(talking_triton.FACTORS, torch.bfloat16, tl.float32)
     rows = [(heads, own, size) for heads in (16, 32) for own in (False, True) for size in (2, 4, 8)]
     monkeypatch.setattr(talking_triton, "TILES", dict.fromkeys(rows, Tile(16, 16, 16, 16, 1)))
@@ -60,24 +60,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
 
 
 @pytest.mark.parametrize("first", range(0, 500, 50))
-def test_random_calls_agree_with_the_plain_computation(first: int, asked: list[TalkingCall]) -> None:
-    """Outputs and gradients."""
+def test_random_calls_agree_with_the_plain_computation(first: int, kernel_calls: list[TalkingCall]) -> None:
+    """Outputs and gradients agree for 50 random calls."""
     for seed in range(first, first + 50):
         Drawn(seed, RANGES).agrees(torch.float32, 3e-5)
-    assert len(asked) == 50
+    assert len(kernel_calls) == 50
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("seed", range(1000, 1012))
 def test_half_precision_is_as_near_as_the_plain_computation(
-    seed: int, dtype: torch.dtype, asked: list[TalkingCall]
+    seed: int, dtype: torch.dtype, kernel_calls: list[TalkingCall]
 ) -> None:
     Drawn(seed, RANGES).is_as_near(dtype)
-    assert len(asked) == 1
+    assert len(kernel_calls) == 1
 
 
 @pytest.mark.parametrize("heads", (16, 17, 32))
-def test_many_heads(heads: int, asked: list[TalkingCall]) -> None:
+def test_many_heads(heads: int, kernel_calls: list[TalkingCall]) -> None:
     query, key, value = (torch.randn(1, heads, 20, 4) for _ in range(3))
     maps = torch.randn(2, 1, 1, heads, heads) / heads**0.5
     call = TalkingCall(query, key, value, maps[0], None, maps[1], None, None, 0.5, True)
@@ -91,34 +91,36 @@ def test_too_many_heads_are_left_to_the_blocks() -> None:
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
-    """What hides behind a mask may be anything; here it would spoil every sum."""
+    """Masked keys and values are not read: they are NaN and would spoil every sum."""
     query, key, value = (torch.randn(1, 2, 64, 16) for _ in range(3))
     key[:, :, :32] = value[:, :, :32] = torch.nan
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() & (torch.arange(64) >= 32)
     maps = torch.randn(2, 1, 1, 2, 2)
     of_maps = (maps[0], None, maps[1], None)
-    found = attend_in_tiles(TalkingCall(query[:, :, 32:], key, value, *of_maps, mask[:, :, 32:], 0.5, True))
+    result = attend_in_tiles(TalkingCall(query[:, :, 32:], key, value, *of_maps, mask[:, :, 32:], 0.5, True))
     alone = TalkingCall(*(x[:, :, 32:] for x in (query, key, value)), *of_maps, None, 0.5, True)
-    torch.testing.assert_close(found, talking_blocks(*parts_of(alone)))
+    torch.testing.assert_close(result, talking_blocks(*parts_of(alone)))
 
 
 @pytest.mark.parametrize("padding", ((0, 2), None))
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", TALKING)
-def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[TalkingCall]) -> None:
-    """Against the oracle, with a mask and without."""
+def test_layer(
+    case: str, heads: tuple[int, int], padding: tuple[int, int] | None, kernel_calls: list[TalkingCall]
+) -> None:
+    """A layer agrees with the oracle, with a mask and without."""
     assert_sdpa_agrees(TALKING[case], heads, padding, "crosshead_talking_triton")
-    assert len(asked) == 1
+    assert len(kernel_calls) == 1
 
 
 @pytest.mark.compile
-def test_a_compiled_step_keeps_one_graph(asked: list[TalkingCall]) -> None:
+def test_a_compiled_step_keeps_one_graph(kernel_calls: list[TalkingCall]) -> None:
     model = mixed_model("Llama", {"talking": {}}, "crosshead_talking_triton").train()
     ids, parameters = tokens(), [*model.parameters()]
     expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, parameters)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(ids, labels=ids, use_cache=False).loss, parameters)
+    result = torch.autograd.grad(compiled(ids, labels=ids, use_cache=False).loss, parameters)
     torch.compiler.reset()
-    assert len(asked) == 4
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(kernel_calls) == 4
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -1,15 +1,16 @@
-"""The loss of a model with fewer key and value heads, or fewer active heads, without training: JSON lines.
+"""Measures the loss of a model converted to fewer key and value heads, or fewer active heads, without training.
 
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
-MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, active:PART,
-mixture:ACTIVE, differential:VERSION (1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as in the
-paper of grouped-query attention), followed by :DTYPE for the dtype of the result, as in svd:2 aligned:2
-aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 active:0.75 mixture:7:paper differential:2. aligned:4/auto leaves
-the number of groups to the conversion.
-Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
-`--out` adds the figures to a JSON document, under `--name`.
+MODEL is a source of `crosshead convert`. The loss on TEXT is in nats per token, in windows that do not overlap, in
+float32. Output: JSON lines. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, active:PART,
+mixture:ACTIVE, differential:VERSION (version 1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as
+in the paper on grouped-query attention), optionally followed by :DTYPE for the dtype of the result. Examples: svd:2
+aligned:2 aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 active:0.75 mixture:7:paper differential:2. With
+aligned:4/auto, the conversion chooses the number of groups.
+
+Without `--calibration`, the conversion calibrates on its default text. `--part 0.5:1` reads only the second half of
+TEXT. `--out` adds the results to a JSON file under the key `--name`.
 """
 
 import argparse
@@ -35,18 +36,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--part", default="0:1", help="of the text, as START:END between 0 and 1")
+    parser.add_argument("--part", default="0:1", help="part of TEXT to read, START:END between 0 and 1")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--calibration-part", default="0:1")
-    parser.add_argument("--device", default="cpu", help="where the conversion runs the model")
-    parser.add_argument("--length", type=int, default=1024, help="of a window")
-    parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
-    parser.add_argument("--out", type=Path, help="JSON document that the figures are added to")
-    parser.add_argument("--name", help="of the model and the text, in that document")
-    given = parser.parse_args()
-    if (given.out is None) != (given.name is None):
+    parser.add_argument("--device", default="cpu", help="device on which the conversion runs the model")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per window")
+    parser.add_argument(
+        "--windows", type=int, default=10**6, help="maximum number of windows, evenly spaced in the text"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to which the results are added")
+    parser.add_argument("--name", help="key of the results in that file")
+    options = parser.parse_args()
+    if (options.out is None) != (options.name is None):
         parser.error("--out and --name go together: give both or neither")
-    return given
+    return options
 
 
 def part_of(text: str, part: str) -> str:
@@ -55,25 +58,25 @@ def part_of(text: str, part: str) -> str:
 
 
 def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A case as mixers and options of a conversion."""
-    method, what, dtype = [*case.split(":"), "float32"][:3]
+    """The arguments `mixers` and further options of `crosshead.convert` for a case."""
+    method, value, dtype = [*case.split(":"), "float32"][:3]
     if method == "mixture":
-        way = "paper" if dtype == "paper" else "calibrated"
-        return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
+        router_method = "paper" if dtype == "paper" else "calibrated"
+        return {"mixture": {"active_heads": int(value), "method": router_method}}, {"dtype": "float32"}
     if method == "differential":
-        return {"differential": {"version": what, "half_values": what == "1"}}, {"dtype": dtype}
+        return {"differential": {"version": value, "half_values": value == "1"}}, {"dtype": dtype}
     if method == "active":
-        return {"mixture": {}}, {"active": what, "dtype": dtype}
+        return {"mixture": {}}, {"active": value, "dtype": dtype}
     if method == "auto":
-        return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
-    counts, groups = [*what.split("/"), "1"][:2]
+        return {"explicit": {}}, {"layers": "auto", "budget": float(value), "dtype": dtype}
+    counts, groups = [*value.split("/"), "1"][:2]
     keys, values = (counts.split(",") * 2)[:2]
     options = {"key_heads": keys, "value_heads": values, "method": method}
     return {"explicit": options | ({} if groups == "auto" else {"groups": groups})}, {"dtype": dtype}
 
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-"""Where losses are computed."""
+"""Device on which losses are computed."""
 
 
 def loaded(folder: Path) -> Any:
@@ -82,7 +85,7 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def pooled(folder: Path, heads: int) -> Any:
-    """A stock model whose KV heads are the means of neighbours, from a neutral conversion."""
+    """Load a neutral conversion, and replace its KV heads by means of neighbouring heads, `heads` different ones."""
     model = loaded(folder)
     size, every = model.config.head_dim, model.config.num_key_value_heads // heads
     for layer in model.model.layers:
@@ -101,11 +104,11 @@ def loss(model: Any, tokens: torch.Tensor) -> float:
     return total / len(tokens)
 
 
-def add(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Add figures to the document, in the place of those that had the name."""
+def add(path: Path, name: str, results: dict[str, Any]) -> None:
+    """Add results to the JSON file under the key `name`; earlier results with this key are replaced."""
     report = json.loads(path.read_bytes()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report | {name: found}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report | {name: results}, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -121,23 +124,23 @@ def main() -> None:
         prose = part_of(read_text(options.text, ConversionError), options.part)
         tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
         source = loss(loaded(neutral), tokens)
-        given = None if options.calibration is None else options.calibration.name
-        found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
-        found |= {"text": options.text.name, "part": options.part, "calibration": given}
-        found |= {"calibration_part": options.calibration_part if given else None, "cases": {}}
-        place = {"device": options.device, "machine": machine()}
+        calibration = None if options.calibration is None else options.calibration.name
+        results: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
+        results |= {"text": options.text.name, "part": options.part, "calibration": calibration}
+        results |= {"calibration_part": options.calibration_part if calibration else None, "cases": {}}
+        environment = {"device": options.device, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             started = time.perf_counter()
             if case.startswith("pooled:"):
                 model, report = pooled(neutral, int(case.partition(":")[2])), dict[str, Any]()
             else:
-                mixers, asked = request(case)
-                asked["device"] = options.device
+                mixers, convert_options = request(case)
+                convert_options["device"] = options.device
                 reads_text = not case.startswith(("svd", "differential")) and not case.endswith("paper")
                 if options.calibration is not None and reads_text:
-                    asked["calibration"] = text
-                report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
+                    convert_options["calibration"] = text
+                report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **convert_options)
                 model = loaded(out)
             seconds = time.perf_counter() - started
             above = round(loss(model, tokens) - source, 4)
@@ -146,9 +149,9 @@ def main() -> None:
             chosen = {short: chosen[name] for short, name in names.items() if name in chosen}
             result = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | result), flush=True)
-            found["cases"][case] = result | place
+            results["cases"][case] = result | environment
             if options.out is not None:
-                add(options.out, options.name, found)
+                add(options.out, options.name, results)
 
 
 if __name__ == "__main__":

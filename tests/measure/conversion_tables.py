@@ -1,4 +1,4 @@
-"""The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
+"""Tables of the pages on conversion: loss with fewer heads, time and memory of large checkpoints, and limits."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,22 +12,21 @@ Content = Mapping[str, Any]
 
 
 def heads_table(report: Content) -> str:
-    """Losses above the source's, by model and way, and the time of the conversion."""
+    """Table of the loss increase over the source and the conversion time, per model and conversion (heads.json)."""
     lines = ["| model | converted to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
-    for name, found in report.items():
-        for case, got in found["cases"].items():
-            where = {**found, **got}
-            machine, threads = where["machine"], where["machine"]["threads"]
+    for name, results in report.items():
+        for case, measured in results["cases"].items():
+            settings = {**results, **measured}
+            machine, threads = settings["machine"], settings["machine"]["threads"]
             cores = f"{threads} CPU thread{'s' * (threads > 1)}"
-            on = machine["accelerator"] if where.get("device") == "cuda" else cores
-            above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
-            lines.append(f"| {name} | {_changed_to(case)} | {above} | {got['seconds']:.0f} s, {on} |")
+            on = machine["accelerator"] if settings.get("device") == "cuda" else cores
+            above = f"{measured['above_source']:+.4f} ({results['source']:.4f})"
+            lines.append(f"| {name} | {_changed_to(case)} | {above} | {measured['seconds']:.0f} s, {on} |")
     return "\n".join(lines) + "\n"
 
 
 SAME_TEXT = ", calibrated on the same kind of text"
-
-
+"""Suffix of names in `heads.json`."""
 CONVERSIONS = (
     ("`explicit`, 2 of 3 component heads", "3 heads", "aligned:2", "explicit"),
     ("`explicit`, `--cache 75%`", "3 heads", "auto:0.75", None),
@@ -38,50 +37,50 @@ CONVERSIONS = (
     ("the paper's method: `explicit`, 2 of 3, `method=svd`", "3 heads", "svd:2", None),
     ("the paper's method: `mixture`, 7 of 9, `method=paper`", "9 heads", "mixture:7:paper", None),
 )
-"""Conversions of SmolLM2-135M: the words, the name's end and the case in `heads.json`, the name in `recovery.json`."""
+"""Conversions of SmolLM2-135M: description, end of the name and case in `heads.json`, name in `recovery.json`."""
 
 
 def conversions_table(heads: Content, recovery: Content) -> str:
-    """Losses of the most important conversions above the source's: not trained, and after a short training."""
+    """Table of the loss increase of the most important conversions: without training, and after a short training."""
     lines = ["| converted to | default text | WikiText | trained |", "| --- | ---: | ---: | ---: |"]
     for words, name, case, trained in CONVERSIONS:
         names = (f"SmolLM2-135M, {name}", f"SmolLM2-135M, {name}{SAME_TEXT}")
-        losses = [heads.get(each, {}).get("cases", {}).get(case, {}).get("above_source") for each in names]
+        losses = [heads.get(model, {}).get("cases", {}).get(case, {}).get("above_source") for model in names]
         losses.append(recovery.get(trained, {}).get("above_control"))
         lines.append(f"| {words} | {' | '.join('' if loss is None else f'{loss:+.3f}' for loss in losses)} |")
     return "\n".join(lines) + "\n"
 
 
 def _changed_to(case: str) -> str:
-    """A case of `component_heads.py`, for people."""
-    method, what, *rest = case.split(":")
+    """The description of a case of `component_heads.py`."""
+    method, value, *rest = case.split(":")
     suffix = f", in {rest[0]}" if rest else ""
     if method == "mixture":
-        return f"`mixture`, {what} heads active" + (f", `method={rest[0]}`" if rest else "")
+        return f"`mixture`, {value} heads active" + (f", `method={rest[0]}`" if rest else "")
     if method == "differential":
-        return f"`differential`, `{'version=2' if what == '2' else 'half_values=true'}`{suffix}"
+        return f"`differential`, `{'version=2' if value == '2' else 'half_values=true'}`{suffix}"
     if method == "active":
-        return f"`mixture`, `--active {float(what):.0%}`"
+        return f"`mixture`, `--active {float(value):.0%}`"
     if method == "auto":
-        return f"`explicit`, `--cache {float(what):.0%}`{suffix}"
+        return f"`explicit`, `--cache {float(value):.0%}`{suffix}"
     if method == "pooled":
-        return f"{what} key and value heads, means of neighbouring ones"
-    counts, _, groups = what.partition("/")
-    told = {"": "", "auto": ", groups chosen by the conversion"}.get(groups, f", `groups={groups}`")
-    way = f", `method={method}`" if method != "aligned" else ""
-    return f"`explicit`, {counts} component heads{told}{way}{suffix}"
+        return f"{value} key and value heads, means of neighbouring ones"
+    counts, _, groups = value.partition("/")
+    grouping = {"": "", "auto": ", groups chosen by the conversion"}.get(groups, f", `groups={groups}`")
+    method_text = f", `method={method}`" if method != "aligned" else ""
+    return f"`explicit`, {counts} component heads{grouping}{method_text}{suffix}"
 
 
 def folded_table(report: Content) -> str:
-    """The time of a decoded token of folded models, relative to their source's."""
+    """Table of the time per decoded token of folded models, relative to their source."""
     lines = ["| runs in | tokens in the cache | KV heads | time of a token | of the source's |"]
     lines.append("| --- | ---: | --- | ---: | ---: |")
     own = f"{report['shape']['num_key_value_heads']} of {report['shape']['head_dim']} features (source)"
     for engine in ("transformers", "vllm"):
-        for length, found in report[engine].items():
-            for name, got in found.items():
+        for length, models in report[engine].items():
+            for name, times_of_model in models.items():
                 heads = own if name == "source" else name
-                times = f"{got['seconds'] * 1e3:.2f} ms | {got['ratio']:.2f}"
+                times = f"{times_of_model['seconds'] * 1e3:.2f} ms | {times_of_model['ratio']:.2f}"
                 lines.append(f"| {engine} | {int(length):,} | {heads} | {times} |")
     machine = report["machine"]
     layers = f"{report['shape']['num_hidden_layers']} layers of random weights, float32"
@@ -89,30 +88,30 @@ def folded_table(report: Content) -> str:
 
 
 def streaming_table(report: Content) -> str:
-    """Time, where a copy does as much, and memory."""
+    """Table of peak memory, and of the time of a neutral conversion relative to a copy."""
     lines = [
         f"| a checkpoint of {report['bytes'] / 1e9:.2f} GB | time relative to `cp -r` | peak memory |",
         "| --- | ---: | ---: |",
     ]
     neutral = report["neutral"]
-    beside = f"{neutral['median_ratio']:.2f} times, in {neutral['median_ours']:.0f} s"
-    lines.append(f"| neutral conversion | {beside} | {neutral['peak_bytes'] / 1e9:.2f} GB |")
-    for name, told in (
+    relative = f"{neutral['median_ratio']:.2f} times, in {neutral['median_ours']:.0f} s"
+    lines.append(f"| neutral conversion | {relative} | {neutral['peak_bytes'] / 1e9:.2f} GB |")
+    for name, description in (
         ("calibration", "calibration"),
         ("virtual-heads", "`explicit` with half as many component heads, from this calibration"),
     ):
-        found = report[name]
-        lines.append(f"| {told} | | {found['peak_bytes'] / 1e9:.2f} GB |")
+        result = report[name]
+        lines.append(f"| {description} | | {result['peak_bytes'] / 1e9:.2f} GB |")
     return "\n".join(lines) + "\n"
 
 
 def embedding_table(report: Content) -> str:
-    """The cosines of sentence embeddings."""
+    """Table of the cosines between sentence embeddings of a conversion and of its source."""
     lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest | largest difference |"]
     lines.append("| --- | ---: | ---: | ---: |")
-    for name, found in report["cases"].items():
-        difference = f"{found['difference']:.1g}" if "difference" in found else ""
-        lines.append(f"| {name} | {found['mean']:.4f} | {found['minimum']:.4f} | {difference} |")
+    for name, cosines in report["cases"].items():
+        difference = f"{cosines['difference']:.1g}" if "difference" in cosines else ""
+        lines.append(f"| {name} | {cosines['mean']:.4f} | {cosines['minimum']:.4f} | {difference} |")
     lines.append("")
     lines.append(
         f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
@@ -124,20 +123,20 @@ def embedding_table(report: Content) -> str:
 
 
 def images_table(report: Content) -> str:
-    """The time of mixture in a vision transformer, relative to stock attention."""
+    """Table of the time of `mixture` in a vision transformer, relative to stock attention."""
     lines = ["| part of a layer | time | of stock |", "| --- | ---: | ---: |"]
-    for name, found in report["measured"].items():
-        lines.append(f"| {name} | {min(found['ours']) * 1e3:.1f} ms | {found['ratio_of_best']:.2f} |")
+    for name, times in report["measured"].items():
+        lines.append(f"| {name} | {min(times['ours']) * 1e3:.1f} ms | {times['ratio_of_best']:.2f} |")
     mixture, machine = report["mixers"]["mixture"], report["machine"]
-    told = f"{mixture['active_heads']} of 12 heads active, {mixture['shared_heads']} of them always"
+    heads = f"{mixture['active_heads']} of 12 heads active, {mixture['shared_heads']} of them always"
     return (
-        "\n".join([*lines, "", f"ViT-Base, {report['tokens']:,} tokens, {told}; {machine['processor']}, one thread."])
+        "\n".join([*lines, "", f"ViT-Base, {report['tokens']:,} tokens, {heads}; {machine['processor']}, one thread."])
         + "\n"
     )
 
 
 def transnext_table() -> str:
-    """The options that TransNeXt does not support."""
+    """Table of the options that TransNeXt does not support."""
     lines = ["| option | layers | reason |", "| --- | --- | --- |"]
     for limit in TRANSNEXT_LIMITS:
         layers = "all" if limit.everywhere else "with windows"
@@ -146,24 +145,24 @@ def transnext_table() -> str:
 
 
 def limits_table(limits: Iterable[Limit] = LIMITS) -> str:
-    """The conversions that encoders do not support, or other ones."""
+    """Table of unsupported conversions, by default those of encoders."""
     lines = ["| conversion | reason |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {limit.conversion} | {limit.reason} |" for limit in limits)]) + "\n"
 
 
 def latent_limits_table() -> str:
-    """The conversions that decoders with MLA do not support."""
+    """Table of the conversions that decoders with multi-head latent attention do not support."""
     return limits_table(LATENT_LIMITS)
 
 
 def refused_table() -> str:
-    """What backbones refuse when a config is made: mechanisms with their defaults, and options."""
+    """Tables of the mechanisms and options that the config of each backbone rejects."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for config in BACKBONES:
-        for each in getattr(config, "refused", ()):
-            value = str(each.value).lower() if isinstance(each.value, bool) else each.value
-            option = f"`{each.mechanism}`" + (f" with `{each.option}: {value}`" if each.option else "")
-            reasons.setdefault((option, each.reason), []).append(config.class_prefix.removeprefix("Crosshead"))
+        for refusal in getattr(config, "refused", ()):
+            value = str(refusal.value).lower() if isinstance(refusal.value, bool) else refusal.value
+            option = f"`{refusal.mechanism}`" + (f" with `{refusal.option}: {value}`" if refusal.option else "")
+            reasons.setdefault((option, refusal.reason), []).append(config.class_prefix.removeprefix("Crosshead"))
     lines = ["| backbone | option | reason |", "| --- | --- | --- |"]
     rows = (f"| {', '.join(names)} | {option} | {reason} |" for (option, reason), names in reasons.items())
     return "\n".join([support_table(), *lines, *rows]) + "\n"

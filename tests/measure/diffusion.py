@@ -1,11 +1,11 @@
-"""MoH-DiT beside DiT at toy size: held-out denoising losses on the digits of scikit-learn, over several seeds.
+"""Compares MoH-DiT with DiT at toy size: held-out denoising losses on the digits of scikit-learn, several seeds.
 
 usage: PYTHONPATH=tests/measure python -P tests/measure/diffusion.py OUT.json [--steps 600] [--seeds 3]
 
-The images (8 x 8, one channel) take the place of latents. The objective is DDPM's: the mean squared error of the
-predicted noise at random times, plus the balance loss. Models of one seed have the same stock weights at the start,
-and see the same images with the same noise. A fifth of the images is held out; the loss there is of the averaged
-weights (EMA), at fixed times with fixed noise.
+The images (8 x 8, one channel) replace latents. The objective is that of DDPM: the mean squared error of the
+predicted noise at random time steps, plus the balance loss. Models with the same seed start from the same stock
+weights and see the same images with the same noise. A fifth of the images is held out; the held-out loss is measured
+with the averaged weights (EMA), at fixed time steps with fixed noise.
 """
 
 import argparse
@@ -39,23 +39,23 @@ SHAPE: dict[str, Any] = {
 }
 BATCH, RATE, DECAY = 128, 1e-3, 0.995
 TIMES = 16
-"""For each held-out image."""
+"""Number of evaluations of each held-out image, at different time steps."""
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """All images (N, 1, 8, 8) between -1 and 1, in an order by chance, and their classes."""
+    """All images (N, 1, 8, 8) with values between -1 and 1, in a fixed random order, and their classes (N,)."""
     pixels, classes = load_digits(return_X_y=True)
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
-    found = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
-    return found[order], torch.tensor(classes)[order]
+    scaled = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+    return scaled[order], torch.tensor(classes)[order]
 
 
 def initialise(model: nn.Module) -> None:
-    """DiT's initial values: blocks start as the identity (AdaLN-zero), and the output as zero."""
+    """Initialise like DiT: blocks start as the identity (AdaLN-zero), and the output is zero."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             zero = name.endswith(("norm1.linear", "proj_out_1", "proj_out_2"))
-            weight = module.weight.flatten(1)  # the patch embedding is a linear map of a patch
+            weight = module.weight.flatten(1)  # the convolution of the patch embedding is initialised as a linear map
             nn.init.zeros_(weight) if zero else nn.init.xavier_uniform_(weight)
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.Embedding) or name.endswith(
@@ -65,7 +65,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def trained(mixers: dict[str, Any], seed: int, steps: int) -> float:
-    """The held-out loss of a model that has been trained."""
+    """Train a model, and return its held-out loss."""
     pixels, classes = images()
     held_out = len(classes) // 5
     torch.manual_seed(seed)
@@ -94,29 +94,29 @@ def trained(mixers: dict[str, Any], seed: int, steps: int) -> float:
 
 
 def denoise(model: nn.Module, schedule: Any, clean: Tensor, classes: Tensor, draws: torch.Generator) -> Any:
-    """The model's output for noisy images at random times, and the noise."""
+    """The model's output for noisy images (N, 1, 8, 8) at random time steps, and the noise."""
     noise = torch.randn(clean.shape, generator=draws)
     times = torch.randint(schedule.config.num_train_timesteps, (len(clean),), generator=draws)
     return model(schedule.add_noise(clean, noise, times), times, classes), noise
 
 
 def main() -> None:
-    """Train, a seed after the other, and print."""
+    """Train all cases, seed by seed, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
-    settings = {"shape": SHAPE, "steps": asked.steps, "batch": BATCH, "learning_rate": RATE, "ema_decay": DECAY}
+    options = parser.parse_args()
+    settings = {"shape": SHAPE, "steps": options.steps, "batch": BATCH, "learning_rate": RATE, "ema_decay": DECAY}
     losses: dict[str, dict[int, float]] = {}
-    for seed in range(asked.seeds):
+    for seed in range(options.seeds):
         for name, mixers in CASES.items():
-            losses.setdefault(name, {})[seed] = trained(mixers, seed, asked.steps)
+            losses.setdefault(name, {})[seed] = trained(mixers, seed, options.steps)
             print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
-            found = report(losses, CASES, settings)
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
-            asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(lines(found)))
+            results = report(losses, CASES, settings)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(lines(results)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Two processes that train together end as they should, also on a busy machine: no process aborts when it exits.
+"""Checks that two processes of a training run exit cleanly, without an abort, also on a busy machine.
 
 usage: PYTHONPATH=tests python -P tests/measure/endings.py FOLDER [--ends 100] [--load 4]
 
-Each end is `crosshead train` on a model of toy size, in two processes forked from one that has the libraries, so that
-most of their time is their end; `--load` other processes keep the CPU busy. An abort is rare: it needs a thread of
-gloo that works while the interpreter ends. So each process also lists the threads of its group that are alive when it
-exits. One JSON document on stdout; exit status 1 where a process failed or a thread was left.
+Each of the `--ends` runs is `crosshead train` on a model of toy size, in two processes. They are forked from a process
+that has imported the libraries, so that most of their time is the exit; `--load` other processes keep the CPU busy. An
+abort is rare: it needs a gloo thread that is active while the interpreter shuts down. So each process also lists the
+threads of its process group (gloo, TCPStore) that are alive at exit. Prints one JSON document; exit status 1 if a
+process failed or a thread was alive.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import crosshead.recipes.train  # noqa: F401  # before the forks, with all that it imports
+import crosshead.recipes.train  # noqa: F401  # imported before the forks, with all dependencies
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead_command.main import main as crosshead_main
 from toy_training import KNOCKING, toy_run
@@ -30,16 +31,16 @@ from training_sessions import group_variables, rank_variables, write_recipe
 PROCESSES = 2
 TASKS = Path("/proc/self/task")
 OF_THE_GROUP = ("gloo", "tcpstore")
-"""Parts of the names of its threads."""
+"""Parts of the names of the threads that a torch process group starts."""
 
 
 def short_run(folder: Path) -> Recipe:
-    """Two steps, an evaluation and a result."""
+    """A recipe with two steps, an evaluation and a saved model."""
     return toy_run(KNOCKING, folder, steps=2, documents=20, train={"micro_batch": 1}, checkpoints={"every": 100})
 
 
 def end_together(recipe: Recipe, folder: Path) -> tuple[list[int], list[str]]:
-    """A run: the exit statuses of its processes, and the names of threads that were alive when they exited."""
+    """Run the training; return the exit statuses of its processes, and the names of threads alive at their exit."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_recipe(recipe, folder / "recipe.yaml", folder / "output")
@@ -50,12 +51,12 @@ def end_together(recipe: Recipe, folder: Path) -> tuple[list[int], list[str]]:
             train_in_fork(folder, rank, shared)
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    left = [name for file in folder.glob("threads-*") for name in json.loads(file.read_text())]
-    return statuses, left
+    threads = [name for file in folder.glob("threads-*") for name in json.loads(file.read_text())]
+    return statuses, threads
 
 
 def train_in_fork(folder: Path, rank: int, shared: dict[str, str]) -> None:
-    """The command; SystemExit goes up to the interpreter, which then ends as it does for the command."""
+    """Run the command in a child. SystemExit propagates, so that the interpreter shuts down as after the command."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
@@ -66,50 +67,50 @@ def train_in_fork(folder: Path, rank: int, shared: dict[str, str]) -> None:
 
 
 def list_threads(path: Path) -> None:
-    """Write down which threads of the group are alive."""
+    """Write the names of the process group's threads that are alive to a JSON file."""
     names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
     path.write_text(json.dumps([name for name in names if any(part in name for part in OF_THE_GROUP)]))
 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that compute, as long as the block runs in this process."""
-    here = os.getpid()
+    """Keep the CPU busy with `processes` processes inside the block; forked children do not end them."""
+    parent = os.getpid()
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
     finally:
-        if os.getpid() == here:
+        if os.getpid() == parent:
             for process in load:
                 process.kill()
                 process.wait()
 
 
 def measure(folder: Path, ends: int, load: int) -> dict[str, Any]:
-    """So many ends."""
+    """Run the training `ends` times; return the counts of exit statuses and of threads alive at exit."""
     recipe = short_run(folder / "toy")
     statuses: Counter[int] = Counter()
-    left: Counter[str] = Counter()
+    threads_left: Counter[str] = Counter()
     with busy(load):
         for number in range(ends):
-            found, threads = end_together(recipe, folder / "run")
-            statuses.update(found)
-            left.update(threads)
-            if any(found):
+            exits, threads = end_together(recipe, folder / "run")
+            statuses.update(exits)
+            threads_left.update(threads)
+            if any(exits):
                 shutil.copyfile(folder / "run" / "log", folder / f"failed-{number}.log")
-            print(f"{number + 1} of {ends}: exit statuses {found}", file=sys.stderr, flush=True)
-    return {"ends": ends, "load": load, "exit_statuses": dict(statuses), "threads_left": dict(left)}
+            print(f"{number + 1} of {ends}: exit statuses {exits}", file=sys.stderr, flush=True)
+    return {"ends": ends, "load": load, "exit_statuses": dict(statuses), "threads_left": dict(threads_left)}
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ends", type=int, default=100)
     parser.add_argument("--load", type=int, default=4)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    report = measure(asked.folder, asked.ends, asked.load)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    report = measure(options.folder, options.ends, options.load)
     print(json.dumps(report, indent=2))
     if set(report["exit_statuses"]) != {0} or report["threads_left"]:
         raise SystemExit("not every process ended as it should")

@@ -1,10 +1,10 @@
-"""The time of one decoded token of a stock checkpoint and of the same folded with half of its cache.
+"""Compares the time per decoded token of a stock checkpoint and of the same checkpoint folded to half its KV cache.
 
 usage: PYTHONPATH=tests python -P tests/measure/folded_decode.py FOLDER [--tokens 4096 16384] [--vllm PYTHON]
 
-Both are stock models of random weights (8 KV heads of 64 features, folded to 4 component heads in 4, 2 and 1 groups).
-They run in transformers' own classes with SDPA, and in vLLM where its interpreter is given. The results are in
-FOLDER/folded_decode.json. Times say something only on a machine that does nothing else.
+All are stock models with random weights (8 KV heads of 64 features, folded to 4 component heads in 4, 2 and 1 groups).
+They run in the classes of transformers with SDPA, and in vLLM if its Python interpreter is given. Writes the results
+to FOLDER/folded_decode.json. Stop other processes before you measure times.
 """
 
 import argparse
@@ -35,34 +35,34 @@ ROUNDS = 5
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """The source, and the folded models by their names."""
+    """Write the source and the folded models; return name -> folder, the source first."""
     import crosshead
     from toy_checkpoints import write_stock
 
-    places = {"source": write_stock(folder / "source", "Llama", **SHAPE)}
+    folders = {"source": write_stock(folder / "source", "Llama", **SHAPE)}
     for groups in GROUPS:
         mixed, name = folder / f"mixed{groups}", f"{groups} of {4 // groups * 64} features"
         options = {"key_heads": 4, "value_heads": 4, "groups": groups, "method": "svd"}
-        crosshead.convert(places["source"], mixed, {"explicit": options}, verify=False)
+        crosshead.convert(folders["source"], mixed, {"explicit": options}, verify=False)
         crosshead.fold(mixed, folder / f"folded{groups}", keep_cache=True, verify=False)
-        places[name] = folder / f"folded{groups}"
-    return places
+        folders[name] = folder / f"folded{groups}"
+    return folders
 
 
-def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[float]]:
-    """Seconds for each token with a cache of this many random entries, by model; the models in turn."""
+def transformers_times(folders: dict[str, Path], length: int) -> dict[str, list[float]]:
+    """Model -> seconds per token in each round, with `length` random entries in the cache; the models alternate."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
     token, prepared = torch.tensor([[3]]), {}
-    for name, place in places.items():
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         cache = DynamicCache(config=model.config)
         shape = (1, model.config.num_key_value_heads, length, model.config.head_dim)
         for layer in range(model.config.num_hidden_layers):
             cache.update(torch.randn(shape), torch.randn(shape), layer)
         prepared[name] = (model, cache)
-    times: dict[str, list[float]] = {name: [] for name in places}
+    times: dict[str, list[float]] = {name: [] for name in folders}
     with torch.inference_mode():
         for _ in range(ROUNDS + 1):
             for name, (model, cache) in prepared.items():
@@ -74,23 +74,23 @@ def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[f
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def vllm_times(python: str, place: Path, length: int) -> list[float]:
-    """The same in vLLM, which keeps the prompt's cache between the runs."""
+def vllm_times(python: str, folder: Path, length: int) -> list[float]:
+    """Seconds per token of one model in each round in vLLM, which keeps the prompt's KV cache between rounds."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
-    command = [python, "-P", __file__, "worker", str(place), str(length)]
+    command = [python, "-P", __file__, "worker", str(folder), str(length)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    times: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return times
 
 
-def vllm_worker(place: str, length: int) -> None:
-    """Print the seconds for each new token: many tokens and one, the difference divided."""
+def vllm_worker(folder: str, length: int) -> None:
+    """Print the seconds per new token: the difference of the times for many tokens and for one, divided."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        model=place,
+        model=folder,
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=length + 2 * NEW_TOKENS,
@@ -111,28 +111,28 @@ def vllm_worker(place: str, length: int) -> None:
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and their ratios to the source's."""
+    """The median time of each model, and its ratio to the median of the source."""
     source = median(times["source"])
-    return {name: {"seconds": median(found), "ratio": median(found) / source} for name, found in times.items()}
+    return {name: {"seconds": median(seconds), "ratio": median(seconds) / source} for name, seconds in times.items()}
 
 
 def main() -> None:
-    """All of it."""
+    """Write the models, measure, and write and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     arguments = parser.parse_args()
     from crosshead.evals.bench.machine import machine
 
     arguments.folder.mkdir(parents=True)
-    places = write_models(arguments.folder)
+    folders = write_models(arguments.folder)
     result: dict[str, Any] = {"shape": SHAPE, "machine": machine(), "transformers": {}, "vllm": {}}
     for length in arguments.tokens:
-        result["transformers"][length] = compared(transformers_times(places, length))
+        result["transformers"][length] = compared(transformers_times(folders, length))
         if arguments.vllm:
-            found = {name: vllm_times(arguments.vllm, place, length) for name, place in places.items()}
-            result["vllm"][length] = compared(found)
+            times = {name: vllm_times(arguments.vllm, folder, length) for name, folder in folders.items()}
+            result["vllm"][length] = compared(times)
         text = json.dumps(result, indent=2)
         (arguments.folder / "folded_decode.json").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -1,11 +1,11 @@
-"""Every mechanism from scratch on the same text: held-out losses at toy size, over several seeds, as a table.
+"""Trains a toy model with each mechanism from scratch on the same text, and compares held-out losses over seeds.
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/from_scratch.py FOLDER [--text FILE] [--tokens 1000000]
 
-The text is the prose that this CPython carries, unless another is given; a tenth of its documents is held out. All
-models see the same windows in the same order for the same seed, with the same schedule; they differ in `mixers` alone.
-The same command goes on where it was interrupted. The figures go to FOLDER/from_scratch.json, also while it runs:
-losses after the last token, in nats per token, and how far each lies from the baseline of the same seed.
+The default text is the prose in the standard library of this CPython; a tenth of its documents is held out. With the
+same seed, all models see the same windows in the same order with the same schedule; only `mixers` differs. The same
+command resumes an interrupted run. After each training, the results are written to FOLDER/from_scratch.json: final
+held-out losses in nats per token, and their differences from the baseline with the same seed.
 """
 
 import argparse
@@ -45,33 +45,33 @@ SHAPE: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 256, 8
 DOCUMENT = 2000
-"""Characters, at least, of a document that a file of text is divided into."""
+"""Minimum number of characters of the documents into which a text file is divided."""
 
 
 def divided(text: str) -> list[str]:
-    """Paragraphs, joined until they are long enough: a source of one document would leave none to hold out."""
-    found: list[str] = [""]
+    """Divide a text into documents of whole paragraphs: a single document would leave none to hold out."""
+    parts: list[str] = [""]
     for paragraph in text.split("\n\n"):
-        if len(found[-1]) >= DOCUMENT:
-            found.append("")
-        found[-1] += paragraph + "\n\n"
-    return found
+        if len(parts[-1]) >= DOCUMENT:
+            parts.append("")
+        parts[-1] += paragraph + "\n\n"
+    return parts
 
 
 def prepare(folder: Path, text: Path | None) -> int:
-    """Write text and tokenizer, where they are not there yet; returns how many tokens there are in the vocabulary."""
+    """Write text and tokenizer, if they do not exist yet; return the size of the vocabulary."""
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists():
         folder.mkdir(parents=True, exist_ok=True)
         texts = documents() if text is None else divided(text.read_text(encoding="utf-8"))
-        lines = "".join(json.dumps({"text": each}) + "\n" for each in texts)
+        lines = "".join(json.dumps({"text": document}) + "\n" for document in texts)
         (folder / "text.jsonl").write_text(lines, encoding="utf-8")
         train_tokenizer(texts).save_pretrained(str(tokenizer))
     return len(json.loads((tokenizer / "tokenizer.json").read_bytes())["model"]["vocab"])
 
 
 def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> Recipe:
-    """One model's run."""
+    """The recipe that trains the case `name` with one seed."""
     batch = LENGTH * SEQUENCES
     return Recipe(
         output=str(folder / "runs" / f"{name.replace(', ', '-').rstrip('%')}-{seed}"),
@@ -100,50 +100,53 @@ def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> 
 def report(
     losses: dict[str, dict[int, float]], cases: dict[str, dict[str, Any]], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Means and spread over the seeds."""
+    """The results: means and standard deviations over seeds, from case -> seed -> loss."""
     figures = {}
-    for name, found in losses.items():
-        apart = [loss - losses[BASELINE][seed] for seed, loss in found.items() if seed in losses[BASELINE]]
-        figures[name] = {"mixers": cases[name], "losses": found, "mean": mean(found.values())}
-        figures[name] |= {"spread": stdev(found.values()) if len(found) > 1 else None}
-        figures[name] |= {"beside_baseline": mean(apart), "spread_beside": stdev(apart) if len(apart) > 1 else None}
+    for name, by_seed in losses.items():
+        differences = [loss - losses[BASELINE][seed] for seed, loss in by_seed.items() if seed in losses[BASELINE]]
+        figures[name] = {"mixers": cases[name], "losses": by_seed, "mean": mean(by_seed.values())}
+        figures[name] |= {"spread": stdev(by_seed.values()) if len(by_seed) > 1 else None}
+        figures[name] |= {
+            "beside_baseline": mean(differences),
+            "spread_beside": stdev(differences) if len(differences) > 1 else None,
+        }
     return {"losses": figures, **settings, "machine": machine()}
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """The table: mean and standard deviation over seeds, and the same of the difference to the baseline."""
+def lines(results: dict[str, Any]) -> list[str]:
+    """The table: mean and standard deviation over seeds of the loss, and of its difference from the baseline."""
     table = [f"{'held-out loss':18}  seeds  {'mean':>7}  {'+-':>6}  {'beside':>7}  {'+-':>6}"]
-    for name, figures in found["losses"].items():
+    for name, figures in results["losses"].items():
         spreads = (figures["spread"], figures["spread_beside"])
-        spread, apart = (f"{each:6.4f}" if each is not None else "" for each in spreads)
-        numbers = f"{figures['mean']:7.4f}  {spread:>6}  {figures['beside_baseline']:+7.4f}  {apart:>6}"
+        spread, difference_spread = (f"{value:6.4f}" if value is not None else "" for value in spreads)
+        numbers = f"{figures['mean']:7.4f}  {spread:>6}  {figures['beside_baseline']:+7.4f}  {difference_spread:>6}"
         table.append(f"{name:18}  {len(figures['losses']):5}  {numbers}".rstrip())
     return table
 
 
 def main() -> None:
-    """Train what is not trained yet, a seed after the other, and print."""
+    """Train all models that are not trained yet, seed by seed, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="that each model is trained on")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="number of training tokens of each model")
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     disable_progress_bar()
-    vocabulary = prepare(asked.folder, asked.text)
-    text = str(asked.text or "this CPython's prose")
-    settings = {"shape": SHAPE, "tokens": asked.tokens, "text": text, "vocabulary": vocabulary}
+    vocabulary = prepare(options.folder, options.text)
+    text = str(options.text or "this CPython's prose")
+    settings = {"shape": SHAPE, "tokens": options.tokens, "text": text, "vocabulary": vocabulary}
     losses: dict[str, dict[int, float]] = {}
-    for seed in range(asked.seeds):
+    for seed in range(options.seeds):
         for name in CASES:
-            outcome = train(recipe(asked.folder, name, seed, asked.tokens, vocabulary))
+            outcome = train(recipe(options.folder, name, seed, options.tokens, vocabulary))
             if outcome.model is None:
                 raise SystemExit("stopped: the same command goes on")
             losses.setdefault(name, {})[seed] = outcome.metrics["eval_loss"]
             print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
-            found = report(losses, CASES, settings)
-            (asked.folder / "from_scratch.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
-    print("\n".join(lines(found)))
+            results = report(losses, CASES, settings)
+            (options.folder / "from_scratch.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    print("\n".join(lines(results)))
 
 
 if __name__ == "__main__":

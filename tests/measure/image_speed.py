@@ -1,11 +1,11 @@
-"""The time of mixture in a vision transformer beside stock attention, on the CPU, without gradients.
+"""Compares the time of `mixture` in a vision transformer with stock attention, on the CPU, without gradients.
 
 usage: PYTHONPATH=tests/measure python -P tests/measure/image_speed.py OUT.json [--rounds 25] [--images 1]
 
-One layer of ViT-Base (12 heads of 64) over 1,024 patches and the class token, with random weights; 6 heads are active
-for each token, 3 of them always. Both sides run in turn, in float32: the attention function alone, the attention layer
-with its projections and its router, and the whole layer with its MLP. One thread runs, and its CPU time is measured,
-so that other work on the machine counts less. `ratio_of_best` compares the best runs of both sides.
+The model is one layer of ViT-Base (12 heads of 64) with random weights, on 1,024 patches and the class token; 6 heads
+are active per token, 3 of them shared. Runs of `mixture` and of stock attention alternate, in float32: the attention
+function alone, the attention layer with projections and router, and the whole layer with the MLP. Measures the CPU
+time of one thread, which other processes disturb less. `ratio_of_best` compares the best runs of both.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TOKENS = 1025
 
 
 def layers() -> tuple[Any, Any]:
-    """A layer with mixture and a stock one, with the same weights apart from the router's."""
+    """A layer with `mixture` and a stock layer, which have the same weights except for the router."""
     torch.manual_seed(0)
     stock = ViTModel(ViTConfig(**SHAPE)).eval()
     ours = crosshead.CrossheadViTModel(crosshead.CrossheadViTConfig(**SHAPE, mixers=MIXERS)).eval()
@@ -40,10 +40,10 @@ def layers() -> tuple[Any, Any]:
 
 
 def functions(layer: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
-    """The attention functions of both sides on the layer's queries, keys, values and gates."""
+    """Both attention functions, with the queries, keys, values (B, 12, T, 64) and gates of the layer as arguments."""
     attention = layer.attention
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (each(hidden).unflatten(-1, (12, 64)).transpose(1, 2) for each in projections)
+    q, k, v = (projection(hidden).unflatten(-1, (12, 64)).transpose(1, 2) for projection in projections)
     gates, _ = attention.mixers["mixture"](hidden, q)
     skipping = ALL_ATTENTION_FUNCTIONS["crosshead_mixture"]
     options = {"scaling": attention.scaling, "gates": gates, "shared_heads": 3}
@@ -54,7 +54,7 @@ def functions(layer: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
 
 
 def cpu_time(run: Callable[[], Any]) -> Callable[[], float]:
-    """A clock for a run, after two runs to warm up."""
+    """A function that measures the CPU seconds of `run`, after two warm-up runs."""
     run()
     run()
 
@@ -68,7 +68,7 @@ def cpu_time(run: Callable[[], Any]) -> Callable[[], float]:
 
 @torch.inference_mode()
 def measured(rounds: int, images: int) -> dict[str, Any]:
-    """The ratios by part of the model."""
+    """Part of the model -> times and their ratio."""
     ours, stock = layers()
     hidden = torch.randn(images, TOKENS, 768)
     pairs = {
@@ -76,26 +76,26 @@ def measured(rounds: int, images: int) -> dict[str, Any]:
         "attention layer": (partial(ours.attention, hidden), partial(stock.attention, hidden)),
         "whole layer": (partial(ours, hidden), partial(stock, hidden)),
     }
-    found = {}
+    results = {}
     for name, (mine, baseline) in pairs.items():
         figures = in_turn(cpu_time(mine), cpu_time(baseline), rounds)
-        found[name] = {"ratio_of_best": min(figures["ours"]) / min(figures["baseline"]), **figures}
-        print(f"{name}: {found[name]['ratio_of_best']:.3f} of stock, {min(figures['ours']):.4f} s")
-    return found
+        results[name] = {"ratio_of_best": min(figures["ours"]) / min(figures["baseline"]), **figures}
+        print(f"{name}: {results[name]['ratio_of_best']:.3f} of stock, {min(figures['ours']):.4f} s")
+    return results
 
 
 def main() -> None:
-    """Measure, print the ratios and write the file."""
+    """Measure, print the ratios, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--images", type=int, default=1, help="images in a batch")
-    given = parser.parse_args()
+    parser.add_argument("--images", type=int, default=1, help="images per batch")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    content = {"mixers": MIXERS, "tokens": TOKENS, "images": given.images, "machine": machine()}
-    content["measured"] = measured(given.rounds, given.images)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = {"mixers": MIXERS, "tokens": TOKENS, "images": options.images, "machine": machine()}
+    content["measured"] = measured(options.rounds, options.images)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

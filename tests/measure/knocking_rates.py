@@ -1,11 +1,12 @@
-"""Continued training of SmolLM2-135M with knocking heads: learning rates of the mechanism, beside the plain model.
+"""Compares learning rates of the knocking mechanism in continued training of SmolLM2-135M.
 
 usage: python -P tests/measure/knocking_rates.py MODEL TEXT FOLDER [--tokens 500000] [--seeds 3]
 
-MODEL and TEXT are those of recovery.py. Knocking starts as the source, and is trained by its shipped recipe with a
-learning rate of 1, 3 and 10 times that of the other weights; the source is trained in the same way. The figures go to
-FOLDER/knocking_rates.json, also while it runs: held-out losses, how far each lies from the plain model's of the same
-seed, and the drift of the mechanism from its start. The same command goes on where it was interrupted.
+MODEL and TEXT are as in recovery.py. `knocking` starts with the outputs of the source, and is trained by its shipped
+recipe with a learning rate of 1, 3 and 10 times that of the other weights. The plain source is trained in the same
+way. After each training, the results are written to FOLDER/knocking_rates.json: held-out losses, their differences
+from the plain model with the same seed, and the drift of the mechanism from its initial values. The same command
+resumes an interrupted run.
 """
 
 import argparse
@@ -24,15 +25,17 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.metrics import MetricsFile
 
 RATES = (1, 3, 10)
+"""Learning rates of the mechanism, as multiples of the model's."""
 PLAIN = "plain"
 CASES = (PLAIN, *(f"{rate} x" for rate in RATES))
 STEPS = 120
-"""Of a run, about: with fewer tokens a step, the model learns more."""
+"""Approximate number of steps per run: with fewer tokens per step, the model learns more."""
 LENGTH = 512
+"""Tokens per sequence."""
 
 
 def run(folder: Path, case: str, seed: int, tokens: int) -> Recipe:
-    """One model's training."""
+    """The recipe that trains one case with one seed."""
     shipped = recipe(folder, "knocking", tokens, []).train
     batch = max(LENGTH, tokens // STEPS // LENGTH * LENGTH)
     rate = shipped.learning_rate * (batch / shipped.batch_tokens) ** 0.5
@@ -51,50 +54,53 @@ def run(folder: Path, case: str, seed: int, tokens: int) -> Recipe:
 
 
 def trained(folder: Path, case: str, seed: int, tokens: int) -> dict[str, float]:
-    """The held-out loss at the end, and the mechanism's drift."""
-    wanted = run(folder, case, seed, tokens)
-    if train(wanted).model is None:
+    """Train one case, and return its final held-out loss and the drift of the mechanism."""
+    recipe_of_run = run(folder, case, seed, tokens)
+    if train(recipe_of_run).model is None:
         raise SystemExit("stopped: the same command goes on")
-    lines = MetricsFile.lines(Path(wanted.output))
-    found = {key: line[key] for line in lines for key in ("eval_loss", "drift/knocking") if key in line}
-    return {"loss": found["eval_loss"], "drift": found.get("drift/knocking", 0.0)}
+    lines = MetricsFile.lines(Path(recipe_of_run.output))
+    metrics = {key: line[key] for line in lines for key in ("eval_loss", "drift/knocking") if key in line}
+    return {"loss": metrics["eval_loss"], "drift": metrics.get("drift/knocking", 0.0)}
 
 
-def report(found: dict[str, dict[int, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
-    """Means and spreads over seeds."""
+def report(results: dict[str, dict[int, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The results: means and standard deviations over seeds, from case -> seed -> loss and drift."""
     figures = {}
-    for case, seeds in found.items():
-        apart = [each["loss"] - found[PLAIN][seed]["loss"] for seed, each in seeds.items()]
-        figures[case] = {"losses": {seed: each["loss"] for seed, each in seeds.items()}}
-        figures[case] |= {"beside_plain": mean(apart), "spread_beside": stdev(apart) if len(apart) > 1 else None}
-        figures[case] |= {"drift": mean(each["drift"] for each in seeds.values())}
+    for case, seeds in results.items():
+        differences = [result["loss"] - results[PLAIN][seed]["loss"] for seed, result in seeds.items()]
+        figures[case] = {"losses": {seed: result["loss"] for seed, result in seeds.items()}}
+        figures[case] |= {
+            "beside_plain": mean(differences),
+            "spread_beside": stdev(differences) if len(differences) > 1 else None,
+        }
+        figures[case] |= {"drift": mean(result["drift"] for result in seeds.values())}
     return {"cases": figures, **settings, "machine": machine()}
 
 
 def main() -> None:
-    """Train what is not trained yet, a seed after the other, and print."""
+    """Train all cases that are not trained yet, seed by seed, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=500_000, help="of training, for each")
+    parser.add_argument("--tokens", type=int, default=500_000, help="number of training tokens of each case")
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     disable_progress_bar()
-    prepare(asked.model, asked.text, asked.folder, [])
-    if not (asked.folder / "knocking").exists():
-        crosshead.convert(asked.folder / "source", asked.folder / "knocking", {"knocking": {}}, dtype="float32")
-    first = run(asked.folder, PLAIN, 0, asked.tokens).train
-    settings = {"tokens": asked.tokens, "learning_rate": first.learning_rate, "tokens_a_step": first.batch_tokens}
-    settings |= {"dtype": first.dtype, "text": asked.text.name}
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for seed in range(asked.seeds):
+    prepare(options.model, options.text, options.folder, [])
+    if not (options.folder / "knocking").exists():
+        crosshead.convert(options.folder / "source", options.folder / "knocking", {"knocking": {}}, dtype="float32")
+    first = run(options.folder, PLAIN, 0, options.tokens).train
+    settings = {"tokens": options.tokens, "learning_rate": first.learning_rate, "tokens_a_step": first.batch_tokens}
+    settings |= {"dtype": first.dtype, "text": options.text.name}
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    for seed in range(options.seeds):
         for case in CASES:
-            each = trained(asked.folder, case, seed, asked.tokens)
-            found.setdefault(case, {})[seed] = each
-            print(f"seed {seed}, {case}: {each['loss']:.4f}, drift {each['drift']:.4f}", flush=True)
-            text = json.dumps(report(found, settings), indent=2) + "\n"
-            (asked.folder / "knocking_rates.json").write_text(text, encoding="utf-8")
+            result = trained(options.folder, case, seed, options.tokens)
+            results.setdefault(case, {})[seed] = result
+            print(f"seed {seed}, {case}: {result['loss']:.4f}, drift {result['drift']:.4f}", flush=True)
+            text = json.dumps(report(results, settings), indent=2) + "\n"
+            (options.folder / "knocking_rates.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the offline suite says of a real model, of its shape with random weights, and of it with one layer taken out.
+"""Scores a real model, the same model with random weights, and the model without one layer on the offline suite.
 
 usage: python -P tests/measure/offline_suite.py MODEL FOLDER [--layer 15] [--seed 0]
 
-MODEL is a GGUF file or a stock model's folder; the two copies and the results, eval.json, go into FOLDER. The table of
-`crosshead eval --compare` is printed.
+MODEL is a GGUF file or the folder of a stock model. Writes the two copies and the results, eval.json, to FOLDER, and
+prints the table of `crosshead eval --compare`.
 """
 
 import argparse
@@ -21,13 +21,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layer", type=int, default=15, help="the one that is taken out")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--layer", type=int, default=15, help="layer to disable")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     return parser.parse_args()
 
 
 def stock(model: Path, folder: Path) -> Path:
-    """The model as a stock folder."""
+    """The folder of the stock model; a GGUF file is converted to one in `folder`."""
     if model.is_dir():
         return model
     if not (folder / "model").exists():
@@ -38,7 +38,7 @@ def stock(model: Path, folder: Path) -> Path:
 
 @torch.no_grad()
 def write_copies(model: Path, folder: Path, layer: int, seed: int) -> list[str]:
-    """Random weights in the same shape, and the same weights with a layer that adds nothing."""
+    """Write a copy with random weights, and a copy in which one layer adds nothing; return their paths."""
     torch.manual_seed(seed)
     random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     without = AutoModelForCausalLM.from_pretrained(model)
@@ -53,12 +53,12 @@ def write_copies(model: Path, folder: Path, layer: int, seed: int) -> list[str]:
 
 
 def main() -> None:
-    asked = arguments()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    model = stock(asked.model, asked.folder)
-    models = [str(model), *write_copies(model, asked.folder, asked.layer, asked.seed)]
+    options = arguments()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = stock(options.model, options.folder)
+    models = [str(model), *write_copies(model, options.folder, options.layer, options.seed)]
     command = [sys.executable, "-P", "-m", "crosshead", "eval", *models, "--suite", "offline", "--compare"]
-    sys.exit(subprocess.run([*command, "--out", asked.folder / "eval.json", "--overwrite"], check=False).returncode)
+    sys.exit(subprocess.run([*command, "--out", options.folder / "eval.json", "--overwrite"], check=False).returncode)
 
 
 if __name__ == "__main__":

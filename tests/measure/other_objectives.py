@@ -1,12 +1,12 @@
-"""Encoders and T5 from scratch at toy size, with each mechanism and without, over several seeds.
+"""Trains toy encoders and T5 models from scratch, with each mechanism and without, over several seeds.
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/other_objectives.py OUT.json [--steps 1000] [--seeds 3]
 
-Three objectives: BERT predicts masked tokens (15%, of which 80% are masked and 10% replaced), T5 predicts spans of 3
-tokens on average that were cut out (15%), both of the prose that this CPython carries, and ViT classifies the digits
-of scikit-learn. Models of one seed see the same examples in the same order. A tenth of the documents and a fifth of
-the images are held out; losses there are in nats per predicted token or image, with the same masks for all models.
-A stopped command goes on with the next model if it is started again with the same options.
+There are three objectives. BERT predicts selected tokens (15%, of which 80% are masked and 10% replaced), and T5
+predicts removed spans (15% of the tokens, 3 per span on average), both on the prose in the standard library of this
+CPython; ViT classifies the digits of scikit-learn. Models with the same seed see the same examples in the same order.
+A tenth of the documents and a fifth of the images are held out. Held-out losses are in nats per predicted token or
+image, with the same masks for all models. The same command resumes a stopped run with the next model.
 """
 
 import argparse
@@ -40,10 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
 LENGTH, BATCH, RATE, WARMUP = 64, 32, 1e-3, 0.1
 MASKED, MEAN_SPAN = 0.15, 3
 VOCABULARY = 512
-"""Tokens: with 4,096, a BERT of this size learns hardly more than how often each token occurs."""
+"""Number of tokens. With 4,096, a BERT of this size learns little more than the frequency of each token."""
 SENTINELS = 8
-"""Tokens that stand for the spans of a sequence, and one for their end."""
+"""Number of sentinel tokens: one for each removed span of a sequence, and one for the end of the labels."""
 HELD_OUT_EXAMPLES = 512
+"""Maximum number of held-out examples."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 256,
@@ -66,16 +67,16 @@ Examples = Iterator[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model learns."""
+    """A training objective: model and data."""
 
     model: Callable[[dict[str, Any]], nn.Module]
-    """From `mixers`."""
+    """Creates a model with the given `mixers`."""
     examples: Callable[[bool, torch.Generator, int], Examples]
-    """Batches of held-out examples or of the others: (held out, draws, how many)."""
+    """Returns batches; the arguments are: held-out data or training data, random generator, number of batches."""
 
 
 def text_tokens() -> tuple[Tensor, Tensor, int]:
-    """The tokens of documents to learn from and of held-out ones, and the size of the vocabulary."""
+    """The tokens of the training documents and of the held-out documents, both 1D, and the size of the vocabulary."""
     texts = documents()
     tokenizer = train_tokenizer(texts, VOCABULARY)
     parts = (texts[len(texts) // 10 :], texts[: len(texts) // 10])
@@ -84,13 +85,13 @@ def text_tokens() -> tuple[Tensor, Tensor, int]:
 
 
 def windows(tokens: Tensor, draws: torch.Generator) -> Tensor:
-    """A batch of windows (B, T) at random places."""
+    """A batch of windows (B, T) at random positions."""
     starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=draws)
     return tokens[starts + torch.arange(LENGTH)]
 
 
 def masked(tokens: Tensor, vocabulary: int, draws: torch.Generator) -> dict[str, Tensor]:
-    """Windows with masked tokens; the mask is the token after the vocabulary."""
+    """Inputs and labels (B, T) of masked language modelling; the id of the mask token is `vocabulary`."""
     chosen = torch.rand(tokens.shape, generator=draws) < MASKED
     how = torch.rand(tokens.shape, generator=draws)
     random = torch.randint(vocabulary, tokens.shape, generator=draws)
@@ -100,33 +101,33 @@ def masked(tokens: Tensor, vocabulary: int, draws: torch.Generator) -> dict[str,
 
 
 def pieces(total: int, count: int, draws: torch.Generator) -> list[int]:
-    """The lengths of `count` pieces of at least one token each."""
+    """Random lengths of `count` pieces with at least one token each, which add up to `total`."""
     cuts = torch.randperm(total - 1, generator=draws)[: count - 1].sort().values + 1
     edges = [0, *cuts.tolist(), total]
     return [stop - start for start, stop in pairwise(edges)]
 
 
 def corrupted(tokens: Tensor, vocabulary: int, draws: torch.Generator) -> dict[str, Tensor]:
-    """T5's objective: spans are replaced by sentinels, the labels are the sentinels with their spans."""
+    """Span corruption of T5: in the inputs, sentinels replace spans; the labels are the sentinels and their spans."""
     noise = round(tokens.shape[1] * MASKED)
     spans = round(noise / MEAN_SPAN)
     inputs, labels = [], []
     for row in tokens.tolist():
-        places = zip(pieces(len(row) - noise, spans, draws), pieces(noise, spans, draws), strict=True)
-        rest, shown, asked = row, [], []
-        for sentinel, (plain, cut) in enumerate(places, start=vocabulary):
+        lengths = zip(pieces(len(row) - noise, spans, draws), pieces(noise, spans, draws), strict=True)
+        rest, shown, targets = row, [], []
+        for sentinel, (plain, cut) in enumerate(lengths, start=vocabulary):
             shown += [*rest[:plain], sentinel]
-            asked += [sentinel, *rest[plain : plain + cut]]
+            targets += [sentinel, *rest[plain : plain + cut]]
             rest = rest[plain + cut :]
         inputs.append(shown + rest)
-        labels.append([*asked, vocabulary + spans])
+        labels.append([*targets, vocabulary + spans])
     return {"input_ids": torch.tensor(inputs), "labels": torch.tensor(labels)}
 
 
 def text_examples(
     texts: tuple[Tensor, Tensor, int], prepare: Callable[..., dict[str, Tensor]]
 ) -> Callable[[bool, torch.Generator, int], Examples]:
-    """Batches of an objective on text."""
+    """The function `Objective.examples` of an objective on text; `prepare` turns windows into inputs and labels."""
 
     def examples(held_out: bool, draws: torch.Generator, count: int) -> Examples:
         for _ in range(count):
@@ -136,8 +137,8 @@ def text_examples(
 
 
 def digits(held_out: bool, draws: torch.Generator, count: int) -> Examples:
-    """Batches of images (B, 1, 8, 8), and their classes."""
-    pixels, classes = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    """Batches of images (B, 1, 8, 8) and their classes (B,), random for training, in order for held-out images."""
+    pixels, classes = (torch.tensor(array) for array in load_digits(return_X_y=True))
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     chosen = order[: len(order) // 5] if held_out else order[len(order) // 5 :]
     for batch in range(count):
@@ -149,7 +150,7 @@ def digits(held_out: bool, draws: torch.Generator, count: int) -> Examples:
 
 
 def objectives() -> dict[str, Objective]:
-    """By name."""
+    """Name -> objective."""
     texts = text_tokens()
 
     def bert(mixers: dict[str, Any]) -> nn.Module:
@@ -173,7 +174,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def trained(objective: Objective, mixers: dict[str, Any], seed: int, steps: int) -> dict[str, float]:
-    """The held-out loss of a model that has been trained, and the part of right predictions."""
+    """Train a model, and return its held-out loss and accuracy."""
     torch.manual_seed(seed)
     model = objective.model(mixers).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -189,7 +190,7 @@ def trained(objective: Objective, mixers: dict[str, Any], seed: int, steps: int)
 
 @torch.no_grad()
 def score(objective: Objective, model: nn.Module) -> dict[str, float]:
-    """Loss without those of mechanisms, and accuracy, on held-out examples."""
+    """Loss and accuracy on held-out examples, without the auxiliary losses of mechanisms."""
     total, right, count = 0.0, 0, 0
     for batch in objective.examples(True, torch.Generator().manual_seed(1), HELD_OUT_EXAMPLES // BATCH):
         logits, labels = model(**batch).logits.flatten(0, -2), batch["labels"].flatten()
@@ -200,46 +201,46 @@ def score(objective: Objective, model: nn.Module) -> dict[str, float]:
 
 
 def unfinished(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run with the same settings has written, by objective."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: each for name, each in found.items() if settings.items() <= each.items()}
+    """Objective -> results that an earlier run with the same settings has written."""
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: result for name, result in results.items() if settings.items() <= result.items()}
 
 
 def summary(scores: dict[str, dict[str, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
-    """The report of an objective from the scores of each case and seed."""
-    losses = {case: {int(seed): each["loss"] for seed, each in seeds.items()} for case, seeds in scores.items()}
-    found = report(losses, CASES, settings)
+    """The results of an objective, from case -> seed -> loss and accuracy."""
+    losses = {case: {int(seed): score["loss"] for seed, score in seeds.items()} for case, seeds in scores.items()}
+    results = report(losses, CASES, settings)
     for case, seeds in scores.items():
-        found["losses"][case]["accuracy"] = mean(each["accuracy"] for each in seeds.values())
-    return found | {"scores": scores}
+        results["losses"][case]["accuracy"] = mean(score["accuracy"] for score in seeds.values())
+    return results | {"scores": scores}
 
 
 def main() -> None:
-    """Train, an objective after the other, and print."""
+    """Train all models, objective by objective, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     settings = {
-        "steps": asked.steps,
+        "steps": options.steps,
         "batch": BATCH,
         "length": LENGTH,
         "learning_rate": RATE,
         "vocabulary": VOCABULARY,
     }
-    found = unfinished(asked.out, settings)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    results = unfinished(options.out, settings)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for name, objective in objectives().items():
-        scores: dict[str, dict[str, dict[str, float]]] = found.get(name, {}).get("scores", {})
-        for seed, case in product(map(str, range(asked.seeds)), CASES):
+        scores: dict[str, dict[str, dict[str, float]]] = results.get(name, {}).get("scores", {})
+        for seed, case in product(map(str, range(options.seeds)), CASES):
             if seed in scores.setdefault(case, {}):
                 continue
-            scores[case][seed] = trained(objective, CASES[case], int(seed), asked.steps)
+            scores[case][seed] = trained(objective, CASES[case], int(seed), options.steps)
             print(f"{name}, seed {seed}, {case}: {scores[case][seed]}", flush=True)
-            found[name] = summary(scores, settings)
-            asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        print("\n".join([name, *lines(found[name])]))
+            results[name] = summary(scores, settings)
+            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        print("\n".join([name, *lines(results[name])]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""However a step is divided, into micro batches and among processes, it is the same step.
+"""Checks that a training step is the same for each division into micro batches and among processes.
 
 usage: PYTHONPATH=tests python -P tests/measure/processes.py FOLDER [--steps 50]
 
-Models of toy size, each trained three times on the same steps of eight sequences: by one process at once, by two with
-four each, and by one with four twice. One has `mixture` and its balance loss, learns from a teacher, and has its
-attention matched for the first steps; one has documents apart, so that sequences predict different numbers of tokens;
-a BERT with `mixture` learns masked tokens and the order of segments.
-One JSON document on stdout: the greatest difference of any step's loss; exit status 1 where one is above 1e-5.
+Each toy model is trained three times with the same steps of eight sequences: by one process in one micro batch, by two
+processes with four sequences each, and by one process in two micro batches of four. The first model has `mixture` with
+its balance loss, a teacher, and matched attention in the first steps. The second has separate documents, so that
+sequences predict different numbers of tokens. The third, a BERT with `mixture`, learns masked tokens and the order of
+segments. Prints one JSON document with the maximum difference of the losses of any step; exit status 1 if it is above
+1e-5.
 """
 
 import argparse
@@ -23,14 +24,14 @@ BERT = "small/bert_mixture"
 NO_DROPOUT = (f"model.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs"))
 ORDER = ("objective.segments=order", *NO_DROPOUT)
 DIVISIONS = {"1 x 8": (1, 8), "2 x 4": (2, 4), "1 x 2 x 4": (1, 4)}
-"""Processes, and sequences at once."""
+"""Name -> number of processes, and sequences per micro batch."""
 ALLOWED = 1e-5
-"""Between the losses of a step."""
-BALANCE_WEIGHT = 0.5  # as large as the other losses: counted twice, or per process, it would show
+"""Maximum difference between the losses of a step."""
+BALANCE_WEIGHT = 0.5  # as large as the other losses, so that counting it twice or per process would be noticed
 
 
 def recipes(folder: Path, steps: int) -> dict[str, Recipe]:
-    """What is trained."""
+    """Name -> recipe of each model."""
     mixture = toy_run(MIXTURE, folder / "mixture", documents=100)
     config = dict(mixture.model.config or {})
     options = config["mixers"]["mixture"] | {"balance_weight": BALANCE_WEIGHT}
@@ -53,7 +54,7 @@ def recipes(folder: Path, steps: int) -> dict[str, Recipe]:
 
 
 def compared(recipe: Recipe, folder: Path, name: str) -> dict[str, Any]:
-    """The losses of all divisions beside those of the first."""
+    """Train with all divisions; return the differences of their losses from the first division."""
     folder.mkdir(parents=True, exist_ok=True)
     losses: dict[str, dict[int, float]] = {}
     held_out: dict[str, dict[int, float]] = {}
@@ -69,34 +70,34 @@ def compared(recipe: Recipe, folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def differences(found: dict[str, dict[int, float]]) -> dict[str, float]:
-    """The greatest of each division to the first."""
-    first, *others = found.values()
+def differences(losses: dict[str, dict[int, float]]) -> dict[str, float]:
+    """Division -> maximum difference of its losses from those of the first division."""
+    first, *others = losses.values()
     greatest = [max(abs(loss - other[step]) for step, loss in first.items()) for other in others]
-    return dict(zip([*found][1:], greatest, strict=True))
+    return dict(zip([*losses][1:], greatest, strict=True))
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=50)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    found = recipes(asked.folder, asked.steps).items()
-    report = {name: compared(recipe, asked.folder / "runs", name) for name, recipe in found}
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    named_recipes = recipes(options.folder, options.steps).items()
+    report = {name: compared(recipe, options.folder / "runs", name) for name, recipe in named_recipes}
     print(json.dumps(report, indent=2))
     if different(report):
         raise SystemExit(f"different: {', '.join(different(report))}")
 
 
 def different(report: dict[str, Any]) -> list[str]:
-    """Where losses of the same step lie too far apart, or are no numbers."""
+    """Models and divisions with losses of the same step that differ by more than ALLOWED or are NaN."""
     return [
         f"{name}, {division}"
-        for name, found in report.items()
+        for name, results in report.items()
         for key in ("greatest_difference_of_losses", "greatest_difference_of_held_out_losses")
-        for division, difference in found[key].items()
+        for division, difference in results[key].items()
         if not difference <= ALLOWED
     ]
 

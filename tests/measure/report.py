@@ -1,9 +1,9 @@
-"""How large the page of `crosshead inspect` is for a real model, and how long a browser takes to open it; as JSON.
+"""Measures the size of the `crosshead inspect` page of a real model, and the time until a browser has drawn it.
 
 usage: python -P tests/measure/report.py MODEL FOLDER [--tokens 300]
 
-MODEL is a GGUF file or a stock model's folder; the page, of so many tokens of Python's own help texts, goes into
-FOLDER. A page is open when it has drawn everything. Each of five times a new browser opens it.
+MODEL is a GGUF file or the folder of a stock model. The page shows `--tokens` tokens of a help text of Python, and is
+written to FOLDER. Five times, a new browser opens it, until everything is drawn. Prints the results as JSON.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from browser import opened, running
 
 TIMES = 5
+"""Number of times that the page is opened."""
 
 
 def arguments() -> argparse.Namespace:
@@ -32,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def beginning(model: Path, tokens: int) -> str:
-    """So much of a help text."""
+    """The first `tokens` tokens of a help text, decoded."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     return tokenizer.decode(tokenizer(topics["assignment"])["input_ids"][:tokens])
 
@@ -45,16 +46,16 @@ def seconds_to_open(page: Path) -> float:
 
 
 def main() -> None:
-    asked = arguments()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    model, page = stock(asked.model, asked.folder), asked.folder / "report.html"
+    options = arguments()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model, page = stock(options.model, options.folder), options.folder / "report.html"
     command = [sys.executable, "-P", "-m", "crosshead", "inspect", str(model), "--out", str(page), "--overwrite"]
     begin = time.perf_counter()
-    subprocess.run([*command, "--text", beginning(model, asked.tokens)], check=True, stdout=subprocess.DEVNULL)
-    found = {"tokens": asked.tokens, "seconds_to_make": time.perf_counter() - begin}
-    found["megabytes"] = page.stat().st_size / 1e6
-    found["seconds_to_open"] = [seconds_to_open(page) for _ in range(TIMES)]
-    print(json.dumps(found, indent=2))
+    subprocess.run([*command, "--text", beginning(model, options.tokens)], check=True, stdout=subprocess.DEVNULL)
+    results = {"tokens": options.tokens, "seconds_to_make": time.perf_counter() - begin}
+    results["megabytes"] = page.stat().st_size / 1e6
+    results["seconds_to_open"] = [seconds_to_open(page) for _ in range(TIMES)]
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The files in `evals/results/`, and what stands for one that is not there."""
+"""Reads the files in `evals/results/`, and replaces missing ones by a line of text."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ Content = Mapping[str, Any]
 
 
 def option_text(value: Any) -> str:
-    """The value of an option as `--mixer` takes it."""
+    """The value of a mechanism's option in the syntax of `--mixer`."""
     return "+".join(value) if isinstance(value, list) else str(value).lower()
 
 
 def written_by(path: Path, command: str, table: Callable[[Content], str]) -> Callable[[], str]:
-    """A table of one file of results, or a line that says that there is none."""
+    """A function that returns the table of a result file, or, if the file is missing, a line with its `command`."""
     return lambda: table(json.loads(path.read_bytes())) if path.is_file() else f"`{command}`: {NOT_MEASURED}.\n"

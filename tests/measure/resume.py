@@ -1,11 +1,11 @@
-"""A run that is killed again and again ends as the one that was left alone, to the bit.
+"""Checks that a training run that is killed repeatedly gives bitwise the same result as an undisturbed run.
 
 usage: PYTHONPATH=tests python -P tests/measure/resume.py FOLDER [--kills 10] [--seed 0]
 
-A model of toy size is trained over two epochs of its text, shuffled, with gradient accumulation, a warmup, a falling
-learning rate and LoRA with dropout. It is killed at random moments, by SIGKILL, and goes on each time; once as one
-process and once as two. Then two processes are stopped by SIGTERM, and one goes on alone. One JSON document on stdout:
-what was compared and how much of it differed; exit status 1 where something did.
+A toy model is trained for two epochs of shuffled text, with gradient accumulation, warmup, learning rate decay and
+LoRA with dropout. The run is killed by SIGKILL at random moments and resumed each time, once with one process and once
+with two. Then a run of two processes is stopped by SIGTERM and resumed by one. Prints one JSON document with the
+number of compared and of different losses and batches; exit status 1 if any differ.
 """
 
 import argparse
@@ -25,13 +25,15 @@ from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 
 SEQUENCES = 8
+"""Sequences per step."""
 STOPPED = 128 + signal.SIGTERM
+"""Exit status of a run that was stopped by SIGTERM."""
 ANOTHER_ORDER = 1e-5
-"""By how much losses may differ where another number of processes adds them up."""
+"""Maximum difference of losses that a different number of processes adds up in another order."""
 
 
 def two_epochs(folder: Path, documents: int) -> Recipe:
-    """Eight sequences a step, two at once, over all windows twice."""
+    """A recipe that trains on all windows twice: eight sequences per step, two per micro batch."""
     recipe = toy_run(LORA, folder, documents=documents)
     sources = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe)).sources
     batch = SEQUENCES * recipe.data.length
@@ -46,7 +48,7 @@ def two_epochs(folder: Path, documents: int) -> Recipe:
 
 
 def compared(whole: Run, other: Run) -> dict[str, Any]:
-    """How two runs differ that should not."""
+    """The differences of losses, weights and batches of two runs that should be equal."""
     first, second = whole.losses(), other.losses()
     return {
         "losses_compared": len(first),
@@ -57,7 +59,7 @@ def compared(whole: Run, other: Run) -> dict[str, Any]:
 
 
 def same_batches(whole: Run, other: Run) -> dict[str, int]:
-    """Whether each step saw the same sequences."""
+    """The number of compared steps, and of steps with different sequences."""
     first, second = whole.batches(), other.batches()
     return {
         "batches_compared": len(first),
@@ -66,17 +68,17 @@ def same_batches(whole: Run, other: Run) -> dict[str, int]:
 
 
 def killed(recipe: Recipe, folder: Path, kills: int, processes: int, seed: int) -> dict[str, Any]:
-    """A run that is killed, beside one that is not."""
+    """Train one run that is killed `kills` times and one undisturbed run, and compare them."""
     whole, other = (Run(recipe, folder, f"{name}-{processes}") for name in ("whole", "killed"))
     whole.finish(processes)
-    told = kill_at_random(other, kills, recipe.steps, processes, seed)
-    return {"processes": processes, "steps": recipe.steps, **told, **compared(whole, other)}
+    kill_report = kill_at_random(other, kills, recipe.steps, processes, seed)
+    return {"processes": processes, "steps": recipe.steps, **kill_report, **compared(whole, other)}
 
 
 def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Two processes that are stopped in the middle, and one that goes on; against one from beginning to end.
+    """Compare a run stopped with two processes and resumed with one to an undisturbed run of one process.
 
-    Without dropout, whose random numbers each process draws for itself.
+    Without dropout, because each process draws its own random numbers.
     """
     recipe = replace(recipe, train=replace(recipe.train, lora=LoraOptions(4, 8.0)))
     whole, other = (Run(recipe, folder, name) for name in ("alone", "changed"))
@@ -89,39 +91,39 @@ def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def differences(report: dict[str, Any], kills: int) -> list[str]:
-    """What is not as it should be."""
-    found = [
+    """Descriptions of all failed comparisons."""
+    failed = [
         f"{name} of {part['processes']} killed processes"
         for part in report["killed"]
         for name in ("losses_different", "batches_different", "steps_with_several_losses")
         if part[name]
     ]
-    found += [f"kills of {part['processes']}" for part in report["killed"] if part["kills"] != kills]
-    found += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
+    failed += [f"kills of {part['processes']}" for part in report["killed"] if part["kills"] != kills]
+    failed += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
     change = report["two_processes_then_one"]
-    found += ["batches of two processes and then one"] * bool(change["batches_different"])
-    found += ["losses of two processes and then one"] * (change["greatest_difference_of_losses"] > ANOTHER_ORDER)
-    found += ["exit statuses"] * (set(change["exit_statuses"]) != {STOPPED})
-    return found
+    failed += ["batches of two processes and then one"] * bool(change["batches_different"])
+    failed += ["losses of two processes and then one"] * (change["greatest_difference_of_losses"] > ANOTHER_ORDER)
+    failed += ["exit statuses"] * (set(change["exit_statuses"]) != {STOPPED})
+    return failed
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--documents", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    recipe = two_epochs(asked.folder, asked.documents)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    recipe = two_epochs(options.folder, options.documents)
     report = {
-        "killed": [killed(recipe, asked.folder, asked.kills, count, asked.seed) for count in (1, 2)],
-        "two_processes_then_one": changed(recipe, asked.folder),
+        "killed": [killed(recipe, options.folder, options.kills, count, options.seed) for count in (1, 2)],
+        "two_processes_then_one": changed(recipe, options.folder),
     }
     print(json.dumps(report, indent=2))
-    if found := differences(report, asked.kills):
-        raise SystemExit(f"different: {', '.join(found)}")
+    if failed := differences(report, options.kills):
+        raise SystemExit(f"different: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How near a converted sentence encoder stays to its source: the cosines of their sentence embeddings.
+"""Measures the cosines between the sentence embeddings of a converted encoder and of its source.
 
 usage: python -P tests/measure/sentence_embeddings.py MODEL TEXT --out FILE
 
-MODEL is the folder of a BERT whose embeddings are the means over tokens, such as all-MiniLM-L6-v2. Conversions are
-calibrated on 1,000 sentences of the first half of TEXT, or on the default text, and compared on 500 sentences of the
-second half. One is trained, too: talking, whose start is the source, on the calibration sentences with the loss of
-SimCSE (dropout gives two embeddings of each sentence, which have to find each other). This moves any model's
-embeddings, so the source is trained in the same way beside it.
+MODEL is the folder of a BERT whose sentence embeddings are means over tokens, such as all-MiniLM-L6-v2. Conversions
+are calibrated on 1,000 sentences of the first half of TEXT, or on the default text, and compared on 500 sentences of
+the second half. `talking`, which starts with the outputs of the source, is also trained on the calibration sentences
+with the contrastive loss of SimCSE, where dropout gives two embeddings of each sentence. Training changes the
+embeddings of any model, so the source is trained in the same way for comparison.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from crosshead.evals.bench.machine import machine
 
 CALIBRATION, HELD_OUT, MAX_TOKENS = 1000, 500, 128
 WORDS = range(6, 61)
-"""Words of a sentence."""
+"""Allowed numbers of words per sentence."""
 STEPS, BATCH, LEARNING_RATE, TEMPERATURE = 60, 32, 3e-5, 0.05
 NEUTRAL: dict[str, dict[str, Any]] = {
     "knocking": {"knocking": {}},
@@ -37,12 +37,12 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 
 
 def fewer(part: float, heads: int, **options: Any) -> dict[str, Any]:
-    """A mixture with a part of the heads active."""
+    """The mixers of a `mixture` with the fraction `part` of the heads active."""
     return {"mixture": {"active_heads": round(part * heads), **options}}
 
 
 def cases(heads: int) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Name, mechanisms, and whether the sentences are the calibration text."""
+    """Name and mixers of each conversion, and True if it is calibrated on the sentences."""
     yield from ((name, mixers, False) for name, mixers in NEUTRAL.items())
     yield "mixture, 75% of heads", fewer(0.75, heads), False
     yield "mixture, 75% of heads, calibrated on sentences", fewer(0.75, heads), True
@@ -51,19 +51,19 @@ def cases(heads: int) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def sentences(text: str) -> tuple[list[str], list[str]]:
-    """Sentences to calibrate on, and evenly spaced ones that are held out."""
+    """The first sentences, for calibration, and evenly spaced sentences of the second half, which are held out."""
     lines = [line for line in text.splitlines() if not line.strip().startswith("=")]
-    found = [each.strip() for line in lines for each in re.split(r"(?<=[.!?]) ", line)]
-    found = [each for each in found if len(each.split()) in WORDS]
-    half = len(found) // 2
+    all_sentences = [sentence.strip() for line in lines for sentence in re.split(r"(?<=[.!?]) ", line)]
+    all_sentences = [sentence for sentence in all_sentences if len(sentence.split()) in WORDS]
+    half = len(all_sentences) // 2
     if half < CALIBRATION:
-        raise SystemExit(f"the text has {len(found)} sentences: give one with at least {2 * CALIBRATION}")
-    later = found[half:]
-    return found[:CALIBRATION], [later[index * len(later) // HELD_OUT] for index in range(HELD_OUT)]
+        raise SystemExit(f"the text has {len(all_sentences)} sentences: give one with at least {2 * CALIBRATION}")
+    later = all_sentences[half:]
+    return all_sentences[:CALIBRATION], [later[index * len(later) // HELD_OUT] for index in range(HELD_OUT)]
 
 
 def embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
-    """The normalised mean of each text's hidden states."""
+    """The normalised means (B, hidden) of the hidden states of the texts."""
     options = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
     tokens = tokenizer(texts, **options)
     weights = tokens["attention_mask"].unsqueeze(-1)
@@ -73,18 +73,18 @@ def embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def all_embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
-    """The same of many texts."""
+    """The embeddings (N, hidden) of many texts, computed in batches without gradients and dropout."""
     parts = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     return torch.cat([embeddings(model.eval(), tokenizer, part) for part in parts])
 
 
 def train(model: Any, tokenizer: Any, texts: list[str]) -> float:
-    """Train all weights for a few steps; returns the last loss."""
+    """Train all weights for a few steps with the loss of SimCSE; return the last loss."""
     torch.manual_seed(0)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
-        batch = [texts[(step * BATCH + place) % len(texts)] for place in range(BATCH)]
+        batch = [texts[(step * BATCH + offset) % len(texts)] for offset in range(BATCH)]
         first, second = (embeddings(model, tokenizer, batch) for _ in range(2))
         loss = functional.cross_entropy(first @ second.T / TEMPERATURE, torch.arange(len(batch)))
         optimizer.zero_grad()
@@ -105,11 +105,11 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def record(name: str, model: Any, **further: float) -> None:
-        found = all_embeddings(model, tokenizer, held_out)
-        cosines = (found * expected).sum(-1)
+        vectors = all_embeddings(model, tokenizer, held_out)
+        cosines = (vectors * expected).sum(-1)
         rows[name] = {"mean": round(float(cosines.mean()), 5), "minimum": round(float(cosines.min()), 5), **further}
         if name in NEUTRAL:
-            rows[name]["difference"] = float((found - expected).abs().max())
+            rows[name]["difference"] = float((vectors - expected).abs().max())
         print(json.dumps({name: rows[name]}), flush=True)
 
     record("source, trained on sentences", source, loss=round(train(source, tokenizer, calibration), 5))
@@ -117,8 +117,8 @@ def main() -> None:
         text, made = Path(folder, "sentences.txt"), Path(folder, "made")
         text.write_text("\n".join(calibration), encoding="utf-8")
         for name, mixers, on_sentences in cases(source.config.num_attention_heads):
-            given = {"calibration": text} if on_sentences else {}
-            crosshead.convert(options.model, made, mixers, overwrite=True, verify=False, **given)
+            calibration_option = {"calibration": text} if on_sentences else {}
+            crosshead.convert(options.model, made, mixers, overwrite=True, verify=False, **calibration_option)
             model = AutoModel.from_pretrained(made)
             record(name, model)
             if name == "talking":

@@ -1,4 +1,4 @@
-"""The tables of speeds: what `crosshead bench` has measured, and what was measured on a GPU."""
+"""Tables of the speeds measured by `crosshead bench` and by tests/gpu_check.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,13 @@ SPEEDS = {
     "decode_zen5": "Decoding, on a newer processor (Zen 5)",
     "convert": "Conversion",
 }
-"""What `crosshead bench` has measured: `evals/results/NAME.json`, from its first word -> the heading of its table."""
+"""Name of a file in `evals/results/`, which begins with the subcommand of `crosshead bench` -> table heading."""
 ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
+"""The command that writes gpu.json."""
 
 
 def speed_tables(folder: Path = RESULTS) -> str:
-    """Every figure of the bench command beside its baseline and its target."""
+    """All tables: measurements, baselines and targets."""
     parts = [
         (title, f"{name}.json", f"crosshead bench {name.partition('_')[0]}", speed_table)
         for name, title in SPEEDS.items()
@@ -32,28 +33,28 @@ def speed_tables(folder: Path = RESULTS) -> str:
 
 
 def speed_table(report: Content) -> str:
-    """That of one report."""
+    """The table of one report of `crosshead bench`."""
     return "\n".join(speed_lines(report)) + "\n"
 
 
 def train_table(report: Content) -> str:
-    """Training speeds relative to transformers' Trainer with the stock model."""
+    """Table of training speeds relative to transformers' Trainer with the stock model."""
     lines = ["| model | options | tokens a second, relative to Trainer with the stock model (range) |"]
     lines.append("| --- | --- | ---: |")
-    for name, found in report["tokens_per_second"].items():
+    for name, speeds in report["tokens_per_second"].items():
         options = ", ".join(
-            f"{key}: {option_text(value)}" for mixer in found["mixers"].values() for key, value in mixer.items()
+            f"{key}: {option_text(value)}" for mixer in speeds["mixers"].values() for key, value in mixer.items()
         )
-        ratios = found["ratios"]
+        ratios = speeds["ratios"]
         lines.append(
-            f"| `{name}` | {options} | {found['median_ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+            f"| `{name}` | {options} | {speeds['median_ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
         )
     run = report["settings"]
     return "\n".join([*lines, "", f"{_machine(report)}; {run['rounds']} rounds of {run['steps']} steps."]) + "\n"
 
 
 def gpu_table(report: Content) -> str:
-    """Times of functions as called, and by the GPU's own clock; then the launches of a layer of talking."""
+    """Tables of wall-clock times and of GPU times of functions, and the kernel launches of a `talking` layer."""
     lines: list[str] = []
     report = report["speed"]
     for part, title in (("called", "As called"), ("queued", "By the GPU's own clock")):
@@ -64,24 +65,24 @@ def gpu_table(report: Content) -> str:
 
 
 def speed_lines(report: Content) -> Iterator[str]:
-    """One report's table, and what it was measured on."""
+    """The lines of a report's table, and a line with the machine and versions."""
     yield "| case | what | baseline | time | time of the baseline | ratio (quartiles) | target |"
     yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
-    for name, found in report["cases"].items():
-        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "baseline")]
-        if "bytes_per_second" in found:
-            speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
+    for name, case in report["cases"].items():
+        sides = [amount(case[f"median_{side}"], case["unit"]) for side in ("ours", "baseline")]
+        if "bytes_per_second" in case:
+            speeds = (amount(rate, "bytes") for rate in case["bytes_per_second"])
             sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
-        cells = [found["what"], found["compared_with"], *sides, f"{found['median_ratio']:.3f} ({spread(found)})"]
-        yield f"| `{name}` | {' | '.join(cells)} | {verdict(found)} |"
+        cells = [case["what"], case["compared_with"], *sides, f"{case['median_ratio']:.3f} ({spread(case)})"]
+        yield f"| `{name}` | {' | '.join(cells)} | {verdict(case)} |"
     cases = list(report["cases"].values())
-    rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
+    rounds, dtypes = (sorted({str(case[key]) for case in cases}) for key in ("rounds", "dtype"))
     yield ""
     yield f"{_machine(report)}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
 
 
 def _machine(report: Content) -> str:
     machine = report["machine"]
-    where = machine["accelerator"] if "cuda" in report["device"] else machine["processor"]
+    device = machine["accelerator"] if "cuda" in report["device"] else machine["processor"]
     versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
-    return f"{where}, {machine['threads']} threads, {versions}"
+    return f"{device}, {machine['threads']} threads, {versions}"

@@ -1,10 +1,9 @@
-"""How long a conversion takes and how much memory, on a synthetic checkpoint of any size: `crosshead bench convert`,
-with the peak of memory beside it.
+"""Measures the time and peak memory of conversions of a synthetic checkpoint of any size.
 
 usage: PYTHONPATH=tests python -P tests/measure/streaming.py FOLDER [--gigabytes 8] [--rounds 3]
 
-Needs three times the checkpoint's size in FOLDER. Virtual heads are made in all layers. One JSON document on stdout,
-and in FOLDER/streaming.json. Times say something only on a machine that does nothing else.
+Measures the cases of `crosshead bench convert`, and also memory. FOLDER needs free space for three checkpoints. Prints
+one JSON document, and writes it to FOLDER/streaming.json. Stop other processes before you measure times.
 """
 
 import argparse
@@ -19,17 +18,17 @@ from toy_checkpoints import character_tokenizer
 
 
 def compare(checkpoint: Synthetic, rounds: int) -> dict[str, Any]:
-    """`cp -r` and a neutral conversion in turn."""
+    """Times of a neutral conversion and of `cp -r`, which alternate, and the peak memory of the conversion."""
     copies, conversions = [], []
     for _ in range(rounds):
         copies.append(checkpoint.copy())
         conversions.append(checkpoint.convert("neutral"))
-    peak = max(each["peak_bytes"] for each in conversions)
-    return figures([each["seconds"] for each in conversions], copies) | {"peak_bytes": peak}
+    peak = max(conversion["peak_bytes"] for conversion in conversions)
+    return figures([conversion["seconds"] for conversion in conversions], copies) | {"peak_bytes": peak}
 
 
 def main() -> None:
-    """All of it."""
+    """Measure, and write and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=8)

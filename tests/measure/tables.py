@@ -2,8 +2,8 @@
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/tables.py
 
-A table stands between two markers. Results come from `evals/results/`, where a file has the name under which a command
-wrote it; one that is not there is a line that says so. Costs are counted from the configurations of shipped recipes.
+A table replaces the text between two markers. Results come from the files in `evals/results/`; the table of a missing
+file is a line with the command that writes it. Costs are computed from the configurations of shipped recipes.
 """
 
 import json
@@ -51,6 +51,7 @@ QUALITY = ROOT / "evals" / "QUALITY.md"
 SERVING = ROOT / "conversion" / "serving.md"
 LENGTH, DTYPE = 4096, "bfloat16"
 AGAIN = "train.checkpoint_activations=true"
+"""Change of a recipe: activation checkpointing, which recomputes activations in the backward pass."""
 PLANS = (
     ("papers/mea_qwen3_30b_full", "", "fsdp2_8_gpus"),
     ("papers/mea_qwen3_30b_full", "", "fsdp2_many_machines"),
@@ -59,33 +60,33 @@ PLANS = (
     ("papers/kha_dense_0.61b", AGAIN, "one_gpu"),
     ("papers/kha_dense_0.61b", "", "fsdp2_8_gpus"),
 )
-"""Runs: a recipe, a change of it, and accelerate's file."""
+"""Rows of the memory table: recipe, change of the recipe, and configuration file of accelerate."""
 HELD = ("weights", "gradients", "moments", "average")
+"""Keys of the memory report that are shown as one sum."""
 BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
+"""Matches a generated table with its markers."""
 RECOVERED = {
     "SmolLM2-135M": "recovery.json",
     "small qwen2": "recovery_small_qwen2.json",
     "small qwen3": "recovery_small_qwen3.json",
 }
-"""Models that were trained after a conversion, and their files."""
+"""Model -> file in `evals/results/` with the results of recovery.py."""
 
 
 def recovered_table() -> str:
-    """The recovery of each model that was measured."""
+    """Table of the recovery by training, for each model that was measured."""
     files = {model: RESULTS / name for model, name in RECOVERED.items()}
     return recovery_table({model: json.loads(path.read_bytes()) for model, path in files.items() if path.is_file()})
 
 
 def converted_table() -> str:
-    """The most important conversions of SmolLM2-135M."""
+    """Table of the most important conversions of SmolLM2-135M."""
     heads, recovery = (json.loads((RESULTS / name).read_bytes()) for name in ("heads.json", "recovery.json"))
     return conversions_table(heads, recovery)
 
 
 def demo_table(report: Content) -> str:
-    """The models of the demo."""
+    """Table of the models of `crosshead demo`."""
     lines = ["| model | perplexity | grammar | KV cache, bytes a token (float32) |", "| --- | ---: | ---: | ---: |"]
     for model in report["models"]:
         scores = f"{model['scores']['prose']:,.2f} | {model['scores']['grammar']:.0%}"
@@ -94,7 +95,7 @@ def demo_table(report: Content) -> str:
 
 
 def cost_table(mechanism: str) -> str:
-    """The models of the small recipes with one mechanism, beside the same without it."""
+    """Table of the costs of a mechanism in the models of the small recipes, relative to the stock models."""
     heads = (
         "recipe",
         "options",
@@ -124,20 +125,20 @@ def _cost_row(name: str, mechanism: str, content: Content) -> str:
 
 
 def memory_table() -> str:
-    """What each GPU would hold, by `crosshead train --dry-run`."""
+    """Table of the memory per GPU, from `crosshead train --dry-run`."""
     heads = ("recipe", "where", "weights, gradients, moments", "working copies", "activations", "logits", "in all")
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     return "\n".join([*lines, *(memory_row(*plan) for plan in PLANS)]) + "\n"
 
 
-def memory_row(name: str, change: str, place: str) -> str:
-    """One run, in GiB."""
-    report = dry_run(load_recipe(name, [change] if change else []), read_sharding(place))
+def memory_row(name: str, change: str, sharding: str) -> str:
+    """The row of one recipe, in GiB."""
+    report = dry_run(load_recipe(name, [change] if change else []), read_sharding(sharding))
     memory = report["memory_per_gpu"]
     parts = [sum(memory[part] for part in HELD), memory["working_copies"] + memory["gradient_buckets"]]
     parts += [memory[part] for part in ("activations", "logits", "total")]
-    told = f"`{name}`" + (f", `{change}`" if change else "")
-    return f"| {told} | `{place}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
+    recipe = f"`{name}`" + (f", `{change}`" if change else "")
+    return f"| {recipe} | `{sharding}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -162,27 +163,27 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "memory": memory_table,
     "speed": speed_tables,
 }
-"""By the names in their markers; any other is a mechanism's."""
+"""Name in the marker -> function that returns the table; any other name is a mechanism, see `cost_table`."""
 
 
 def renewed(text: str) -> str:
-    """A document with its tables as they should be."""
+    """The text of a document with its tables generated again."""
 
-    def table(found: re.Match[str]) -> str:
-        name = found["name"]
-        return found[1] + (TABLES[name]() if name in TABLES else cost_table(name)) + found[3]
+    def table(block: re.Match[str]) -> str:
+        name = block["name"]
+        return block[1] + (TABLES[name]() if name in TABLES else cost_table(name)) + block[3]
 
     return BLOCK.sub(table, text)
 
 
 def documents() -> list[Path]:
-    """Those with a generated table; no recipe has `bilinear`, so that its page has none."""
+    """The documents with generated tables. The page of `bilinear` has none, because no recipe uses it."""
     pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion") if name != "bilinear")
     return [ROOT / "README.md", *pages, SPEED, QUALITY, SERVING, AT_SCALE]
 
 
 def main() -> None:
-    """Write the files that differ."""
+    """Generate all tables and the JSON schema, and write the files that differ."""
     new = {path: renewed(path.read_text(encoding="utf-8")) for path in documents()}
     for path, text in (new | {SCHEMA: json_schema()}).items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -1,11 +1,11 @@
-"""A small stock checkpoint, trained from nothing on text that every CPython carries.
+"""Trains a small stock checkpoint from scratch on the text in the standard library of CPython.
 
 usage: python tests/measure/train_small.py FAMILY OUT [--steps N] [--kv-heads N]
 
-FAMILY is llama, qwen2, qwen3 or qwen3_moe; OUT becomes a checkpoint folder, with calibration.txt (the text that the
-model was trained on) and evaluation.txt (text that it has never seen) beside the weights. It is for measuring what a
-conversion costs in families of which there is no small checkpoint at hand. The text comes from this CPython's own
-library, so another version gives another model. A step takes about 0.3 seconds of one core.
+FAMILY is llama, qwen2, qwen3 or qwen3_moe. OUT becomes a checkpoint folder, which also has calibration.txt (the
+training text) and evaluation.txt (held-out text). The checkpoint serves to measure the loss of conversions in families
+that have no small public checkpoint. The text depends on the version of CPython, and so does the model. A step takes
+about 0.3 seconds of one core.
 """
 
 import argparse
@@ -26,14 +26,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 END = "<|endoftext|>"
 NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "encodings"}
-"""Folders of the library: others' packages, what a system may leave out, and tables of characters."""
+"""Library folders to skip: installed packages, tests, which a system may omit, and tables of characters."""
 HELD_OUT = 10
-"""Every tenth document is kept for evaluation."""
+"""Every tenth document is held out for evaluation."""
 
 CONTEXT = 1024
-"""Tokens in a training step, which reads one window: as long as those that a conversion calibrates on."""
+"""Tokens per training step, which reads one window; as long as the calibration windows of a conversion."""
 LEARNING_RATE, WARM_UP, DECAY = 4e-3, 0.05, 0.1
 BIAS_STD = 1.0
+"""Standard deviation of the initial key biases."""
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -56,7 +57,7 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
 
 
 def prose(source: str) -> Iterator[str]:
-    """The docstrings and comments of a module, in their order."""
+    """The docstrings and comments of a module, in order."""
     before = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -70,7 +71,7 @@ def prose(source: str) -> Iterator[str]:
 
 
 def documents() -> list[str]:
-    """The texts of `help()` on the language, and the prose of each module of the standard library."""
+    """The help topics of the language, and the docstrings and comments of each module of the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     modules = [path for path in sorted(library.rglob("*.py")) if not NOT_PROSE.intersection(path.parts)]
     texts = ["\n".join(prose(path.read_text(encoding="utf-8"))).strip() for path in modules]
@@ -78,7 +79,7 @@ def documents() -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocabulary: int = SIZES["vocab_size"]) -> Any:
-    """Byte-level pairs, as in the models that this one stands for."""
+    """Train a byte-level BPE tokenizer, the kind that Llama and Qwen models have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,25 +92,25 @@ def train_tokenizer(texts: list[str], vocabulary: int = SIZES["vocab_size"]) -> 
 
 
 def new_model(family: str, kv_heads: int) -> Any:
-    """A model with random weights, in float32."""
+    """A model with random float32 weights."""
     torch.manual_seed(0)
     sizes = SIZES | EXTRA_SIZES[family] | {"num_key_value_heads": kv_heads}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     for name, parameter in model.named_parameters():
-        # Published Qwen2 models have large biases on their keys. A short training from zero would leave these near
-        # zero, and then a compression that forgets biases would measure as well as one that does not.
+        # Published Qwen2 models have large key biases. A short training from zero would leave them near zero, and
+        # then a compression method that ignores biases would score as well as one that does not.
         if name.endswith("k_proj.bias"):
             torch.nn.init.normal_(parameter, std=BIAS_STD)
     return model
 
 
 def rate(done: float) -> float:
-    """The learning rate's factor when a part of the steps is done: up in a line, down in a cosine."""
+    """Factor of the learning rate after the fraction `done` of the steps: linear warmup, then cosine decay to 2%."""
     return min(done / WARM_UP, 0.02 + 0.49 * (1 + math.cos(math.pi * done)))
 
 
 def train(model: Any, tokens: torch.Tensor, steps: int) -> None:
-    """Next-token training on random windows, one a step."""
+    """Train on next-token prediction, with one random window of `tokens` (1D) per step."""
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         groups[parameter.ndim > 1].append(parameter)
@@ -136,7 +137,7 @@ def train(model: Any, tokens: torch.Tensor, steps: int) -> None:
 
 
 def main() -> None:
-    """Train, and write the folder."""
+    """Train a model, and write the checkpoint folder with both texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=sorted(EXTRA_SIZES))
     parser.add_argument("out", type=Path)
@@ -144,15 +145,15 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=SIZES["num_key_value_heads"])
     options = parser.parse_args()
     texts = documents()
-    held_out, seen = texts[HELD_OUT - 1 :: HELD_OUT], [t for i, t in enumerate(texts, 1) if i % HELD_OUT]
-    tokenizer = train_tokenizer(seen)
-    tokens = torch.tensor(tokenizer(END.join(seen), verbose=False)["input_ids"])
+    held_out, training = texts[HELD_OUT - 1 :: HELD_OUT], [t for i, t in enumerate(texts, 1) if i % HELD_OUT]
+    tokenizer = train_tokenizer(training)
+    tokens = torch.tensor(tokenizer(END.join(training), verbose=False)["input_ids"])
     print(f"{len(texts)} documents, {sum(map(len, texts)):,} characters; {len(tokens):,} tokens to train on")
     model = new_model(options.family, options.kv_heads)
     train(model, tokens, options.steps)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    (options.out / "calibration.txt").write_text("\n\n".join(seen), encoding="utf-8")
+    (options.out / "calibration.txt").write_text("\n\n".join(training), encoding="utf-8")
     (options.out / "evaluation.txt").write_text("\n\n".join(held_out), encoding="utf-8")
 
 

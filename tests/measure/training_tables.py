@@ -1,26 +1,26 @@
-"""The tables of trainings: of converted models, of diffusion with its parameters, and of encoders and T5."""
+"""Tables of training results: converted models, diffusion transformers, encoders, T5, and training from scratch."""
 
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
 SIZES = {"S/2": (12, 384, 6), "B/2": (12, 768, 12), "L/2": (24, 1024, 16), "XL/2": (28, 1152, 16)}
-"""DiT's name -> blocks, width, heads."""
-
+"""Name of a DiT size -> number of blocks, width, number of heads."""
 SMOLLM2 = {"heads": 9, "kv_heads": 3}
+"""Head counts of SmolLM2-135M, arguments of `converted`."""
 TASKS = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs")}
-"""A task of `benchmark_items.py` -> its name, and what its questions are."""
+"""Task of `benchmark_items.py` -> title of the task, and noun for its items."""
 RATES = {
     "plain": "no mechanism",
     "1 x": "as the model's",
     "3 x": "3 times the model's",
     "10 x": "10 times the model's",
 }
-"""A case of `knocking_rates.py`, for people."""
+"""Case of `knocking_rates.py` -> description."""
 
 
 def converted(name: str, heads: int, kv_heads: int) -> str:
-    """A conversion of `recovery.py`, for people."""
+    """The description of a conversion of `recovery.py`, for a model with these head counts."""
     from recovery import CONVERSIONS, HALF, conversion
 
     if name not in CONVERSIONS:
@@ -34,90 +34,92 @@ def converted(name: str, heads: int, kv_heads: int) -> str:
 
 
 def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """Each conversion, how far its loss is above the source's at first, and its trainings: with transfer, without."""
-    for name, found in report.items():
-        if found["before"] == found["source"] or name.endswith("-direct"):  # a control, or told with another
+    """Per conversion: description, loss increase before training, and the runs with transfer steps and without."""
+    for name, result in report.items():
+        # Skip controls, and -direct runs, which are in the row of their conversion.
+        if result["before"] == result["source"] or name.endswith("-direct"):
             continue
-        what = converted(name, **{key: found.get(key, number) for key, number in SMOLLM2.items()})
-        yield what, f"{found['before'] - found['source']:.3f}", found, report.get(f"{name}-direct")
+        description = converted(name, **{key: result.get(key, number) for key, number in SMOLLM2.items()})
+        yield description, f"{result['before'] - result['source']:.3f}", result, report.get(f"{name}-direct")
 
 
 def recovery_table(report: Mapping[str, Any]) -> str:
-    """The same of several models."""
+    """Table of the loss increase before and after training, for several models."""
     heads = "before training | after training | tokens until 0.05 or less"
     lines = [f"| model | converted to | {heads} | without a transfer: after training | tokens until 0.05 or less |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for model, of_model in report.items():
-        for what, start, *trainings in cases(of_model):
-            cells = [cell for found in trainings for cell in _recovery_cells(found)]
-            lines.append(f"| {model} | {what} | {start} | {' | '.join(cells)} |")
+        for description, start, *trainings in cases(of_model):
+            cells = [cell for training in trainings for cell in _recovery_cells(training)]
+            lines.append(f"| {model} | {description} | {start} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _recovery_cells(found: Mapping[str, Any] | None) -> tuple[str, str]:
-    """How far a loss is above the source's after the same training, and the tokens from which on it is near."""
-    if found is None or "control" not in found:
+def _recovery_cells(result: Mapping[str, Any] | None) -> tuple[str, str]:
+    """The loss increase over the control after training, and the number of tokens until it stays near; else empty."""
+    if result is None or "control" not in result:
         return "", ""
-    near = found["tokens_until_near"]
-    return f"{found['above_control']:.3f}", "never" if near is None else f"{near:,} tokens"
+    near = result["tokens_until_near"]
+    return f"{result['above_control']:.3f}", "never" if near is None else f"{near:,} tokens"
 
 
 def accuracy_table(report: Mapping[str, Any]) -> str:
-    """Accuracies on each task; of a converted model the difference from the source's, with its interval."""
+    """Table of accuracies per task; for a converted model the difference from the source with its interval."""
     models = report["models"]
-    items = {task: found["items"] for task, found in models["source"].items()}
+    items = {task: scores["items"] for task, scores in models["source"].items()}
     heads = [f"{TASKS[task][0]} ({number:,} {TASKS[task][1]})" for task, number in items.items()]
     lines = [f"| SmolLM2-135M | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
-    for name, found in models.items():
+    for name, scores in models.items():
         model = name.removesuffix("-trained")
-        what = converted(model, **SMOLLM2) + (", trained" if name != model else "")
-        lines.append(f"| {what} | {' | '.join(_accuracy(found[task]) for task in items)} |")
+        description = converted(model, **SMOLLM2) + (", trained" if name != model else "")
+        lines.append(f"| {description} | {' | '.join(_accuracy(scores[task]) for task in items)} |")
     return "\n".join(lines) + "\n"
 
 
-def _accuracy(found: Mapping[str, Any]) -> str:
-    if "change" not in found:
-        return f"{found['score']:.1%}"
-    least, most = (f"{100 * bound:+.1f}" for bound in found["interval"])
-    return f"{100 * found['change']:+.1f} ({least} to {most})"
+def _accuracy(score: Mapping[str, Any]) -> str:
+    if "change" not in score:
+        return f"{score['score']:.1%}"
+    low, high = (f"{100 * bound:+.1f}" for bound in score["interval"])
+    return f"{100 * score['change']:+.1f} ({low} to {high})"
 
 
 def knocking_table(report: Mapping[str, Any]) -> str:
-    """The loss and the drift at each learning rate of the mechanism; the plain model comes first."""
+    """Table of loss and drift for each learning rate of the mechanism; the plain model is the first row."""
     lines = ["| learning rate of the mechanism | held-out loss | difference from the plain model | drift |"]
     lines.append("| --- | ---: | ---: | ---: |")
-    for name, found in report["cases"].items():
-        mean = fmean(found["losses"].values())
-        cells = ["", ""] if name == "plain" else [_difference(found, "beside_plain"), f"{found['drift']:.4f}"]
+    for name, result in report["cases"].items():
+        mean = fmean(result["losses"].values())
+        cells = ["", ""] if name == "plain" else [_difference(result, "beside_plain"), f"{result['drift']:.4f}"]
         lines.append(f"| {RATES.get(name, name)} | {mean:.4f} | {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\n{report['tokens']:,} tokens; {_seeds(report['cases'])} seeds.\n"
 
 
 def scratch_table(report: Mapping[str, Any]) -> str:
-    """Losses from scratch; means and standard deviations over seeds."""
+    """Table of the losses after training from scratch, means and standard deviations over seeds."""
     lines = ["| | held-out loss | difference from the baseline |", "| --- | ---: | ---: |"]
-    for name, found in report["losses"].items():
-        difference = _difference(found, "beside_baseline") if found["mixers"] else ""
-        lines.append(f"| {name} | {found['mean']:.4f} | {difference} |")
+    for name, result in report["losses"].items():
+        difference = _difference(result, "beside_baseline") if result["mixers"] else ""
+        lines.append(f"| {name} | {result['mean']:.4f} | {difference} |")
     layers = report["shape"]["num_hidden_layers"]
     return "\n".join(lines) + f"\n\n{layers} layers; {report['tokens']:,} tokens; {_seeds(report['losses'])} seeds.\n"
 
 
-def _difference(found: Mapping[str, Any], key: str) -> str:
-    """The mean over seeds, and the standard deviation if there are several."""
-    spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
-    return f"{found[key]:+.4f}{spread}"
+def _difference(result: Mapping[str, Any], key: str) -> str:
+    """The mean difference over seeds, with the standard deviation if there are several seeds."""
+    spread = "" if result["spread_beside"] is None else f" ± {result['spread_beside']:.4f}"
+    return f"{result[key]:+.4f}{spread}"
 
 
 def _seeds(cases: Mapping[str, Any]) -> int:
-    return max(len(found["losses"]) for found in cases.values())
+    """The number of seeds."""
+    return max(len(result["losses"]) for result in cases.values())
 
 
 def parameters(blocks: int, width: int, heads: int) -> tuple[int, int]:
-    """Of DiT, and of the routers that MoH adds.
+    """The number of parameters of a DiT, and of the routers that MoH adds.
 
-    The papers' DiT has one embedding of time and class, of which diffusers gives each block a copy; it counts its
-    fixed table of positions.
+    Counted as in the papers: one embedding of time and class, although diffusers has one per block, and including
+    the fixed position embeddings.
     """
     import torch
 
@@ -133,7 +135,7 @@ def parameters(blocks: int, width: int, heads: int) -> tuple[int, int]:
 
 
 def parameter_table() -> str:
-    """The four sizes of the papers."""
+    """Table of the parameters of DiT with and without routers, for the four sizes of the papers."""
     lines = ["| | parameters | routers | with routers |", "| --- | ---: | ---: | ---: |"]
     for name, size in SIZES.items():
         stock, new = parameters(*size)
@@ -142,12 +144,12 @@ def parameter_table() -> str:
 
 
 def diffusion_table(report: Mapping[str, Any]) -> str:
-    """Held-out losses, and differences from the baseline of the same seed."""
+    """Table of the held-out losses of DiT, and differences from the baseline with the same seed."""
     lines = ["| | held-out loss | beside the baseline |", "| --- | ---: | ---: |"]
-    for name, found in report["losses"].items():
-        first = not any(found["mixers"].values())
-        beside = "" if first else f"{found['beside_baseline']:+.4f} ± {found['spread_beside']:.4f}"
-        lines.append(f"| {name} | {found['mean']:.4f} ± {found['spread']:.4f} | {beside} |")
+    for name, result in report["losses"].items():
+        first = not any(result["mixers"].values())
+        difference = "" if first else f"{result['beside_baseline']:+.4f} ± {result['spread_beside']:.4f}"
+        lines.append(f"| {name} | {result['mean']:.4f} ± {result['spread']:.4f} | {difference} |")
     seeds = _seeds(report["losses"])
     shape = report["shape"]
     lines.append("")
@@ -160,13 +162,15 @@ def diffusion_table(report: Mapping[str, Any]) -> str:
 
 
 def objectives_table(report: Mapping[str, Any]) -> str:
-    """Held-out losses of encoders and T5 from scratch, and differences from the baseline of the same seed."""
+    """Table of the held-out losses of encoders and T5 trained from scratch, and differences from the baseline."""
     lines = ["| | | held-out loss | beside the baseline | right |", "| --- | --- | ---: | ---: | ---: |"]
     for objective, measured in report.items():
-        for name, found in measured["losses"].items():
-            beside = "" if not found["mixers"] else f"{found['beside_baseline']:+.4f} ± {found['spread_beside']:.4f}"
-            loss = f"{found['mean']:.4f} ± {found['spread']:.4f}"
-            lines.append(f"| {objective} | {name} | {loss} | {beside} | {found['accuracy']:.1%} |")
+        for name, result in measured["losses"].items():
+            difference = (
+                "" if not result["mixers"] else f"{result['beside_baseline']:+.4f} ± {result['spread_beside']:.4f}"
+            )
+            loss = f"{result['mean']:.4f} ± {result['spread']:.4f}"
+            lines.append(f"| {objective} | {name} | {loss} | {difference} | {result['accuracy']:.1%} |")
     one = next(iter(report.values()))
     seeds = _seeds(one["losses"])
     lines += [

@@ -1,4 +1,4 @@
-"""How access tokens look: one pattern, which finds those of the usual services and nothing else."""
+"""The access token pattern matches the tokens of common services and nothing else."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""A card says what was measured, all of it from JSON, in the form that the Hub wants."""
+"""Model cards: measured values come from the JSON records, and the card is valid for the Hub."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("card")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, warm_process):
-    """A converted model, with what verification measured."""
+    """A converted model folder whose conversion.json holds the verification's measurements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("crosshead.conversion.verification.reload.subprocess", warm_process)
         return converted(tmp_path_factory.mktemp("card") / "made")
@@ -45,13 +45,13 @@ def line(capfd, monkeypatch):
 
 
 def section(text, word):
-    """One part of a card, by a word of its heading."""
-    (found,) = re.findall(rf"^## [^\n]*{word}[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return found
+    """Return the body of the one card section whose heading contains `word`."""
+    (body,) = re.findall(rf"^## [^\n]*{word}[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return body
 
 
 def numbers(text, word):
-    """The numbers of the one line of a table that has this word in its first cell."""
+    """Return the numbers in the one table row whose first cell contains `word`."""
     (row,) = (line for line in text.splitlines() if re.match(rf"\| [^|]*{word}", line))
     return re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2])
 
@@ -64,15 +64,15 @@ def test_a_card_tells_what_the_records_say(made, line):
     assert (status, err) == (0, "") and "made/README.md" in out
     text = (made / "README.md").read_text()
     measured = json.loads((made / "conversion.json").read_text())["verification"]
-    told = section(text, "Measured")
-    assert numbers(told, "loss(?= \\|)") == [f"{measured['loss_before']:.4f}", f"{measured['loss_after']:.4f}"]
-    assert "1,200 steps" in told and numbers(told, "loss on held-out") == ["2.6250"]
-    assert numbers(told, "`knocking`") == ["0.0421"]
-    plain, strict = (line.split(" | ") for line in told.splitlines() if line.startswith("| grammar | acc"))
+    shown = section(text, "Measured")
+    assert numbers(shown, "loss(?= \\|)") == [f"{measured['loss_before']:.4f}", f"{measured['loss_after']:.4f}"]
+    assert "1,200 steps" in shown and numbers(shown, "loss on held-out") == ["2.6250"]
+    assert numbers(shown, "`knocking`") == ["0.0421"]
+    plain, strict = (line.split(" | ") for line in shown.splitlines() if line.startswith("| grammar | acc"))
     assert plain[2:6] == ["0", "240", "0.9225 ± 0.0183", "0.9125 ± 0.0183"] and "strict" in strict[1]
     assert plain[6].startswith("+0.0100 [-0.0200, +0.0400] unclear")
     assert strict[3:6] == ["240", "0.2500", "0.2500"]
-    assert "3 of 240 items" in told and f"{NOT_MEASURED}: lost" in told
+    assert "3 of 240 items" in shown and f"{NOT_MEASURED}: lost" in shown
     assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text
     assert numbers(section(text, "Cost"), "KV cache") == ["256", "256", "0.00%"]
     assert "@misc{zhou2025knocking" in text
@@ -87,8 +87,8 @@ def test_the_head_is_what_the_hub_wants(made):
     assert not {"license", "base_model"} & head.keys()
     name, results = model_index_to_eval_results(head["model-index"])
     assert name == "made" and ModelCard.load(made / "README.md").data.to_dict() == head
-    found = {(each.dataset_type, each.metric_type, each.metric_name): each.metric_value for each in results}
-    assert found == {
+    scores = {(each.dataset_type, each.metric_type, each.metric_name): each.metric_value for each in results}
+    assert scores == {
         ("crosshead_grammar", "acc", "acc"): 0.9125,
         ("crosshead_grammar", "acc", "acc (strict)"): 0.25,
         ("crosshead_prose", "word_perplexity", "word_perplexity"): 111.4,
@@ -114,8 +114,8 @@ def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
 def test_nothing_was_measured(tmp_path):
     folder = converted(tmp_path / "bare", verify=False)
     text = write_card(folder).read_text()
-    told = section(text, "Measured")
-    assert told.count(NOT_MEASURED) == 3 and not re.search(r"\d", told)
+    shown = section(text, "Measured")
+    assert shown.count(NOT_MEASURED) == 3 and not re.search(r"\d", shown)
     assert "model-index" not in metadata_load(folder / "README.md")
     (folder / "conversion.json").unlink()
     text = write_card(folder).read_text()
@@ -160,12 +160,12 @@ def test_what_a_card_knew_of_its_origin_stays(made):
 
 
 def test_scores_stay_with_the_model_and_name_no_place(made):
-    place = str(made.resolve())
-    write_card(made, [write_report(Path("eval.json"), str(made.parent.resolve() / "source"), place, compared=True)])
-    kept = (made / "evaluation.json").read_text()
-    assert json.loads(kept)["evaluations"][0]["compared"]["with"] == "source"
+    path = str(made.resolve())
+    write_card(made, [write_report(Path("eval.json"), str(made.parent.resolve() / "source"), path, compared=True)])
+    evaluation = (made / "evaluation.json").read_text()
+    assert json.loads(evaluation)["evaluations"][0]["compared"]["with"] == "source"
     before = (made / "README.md").read_text()
-    assert str(made.resolve().parent) not in kept + before
+    assert str(made.resolve().parent) not in evaluation + before
     assert write_card(made).read_text() == before
     write_card(made, [write_report(Path("other.json"), "made")])
     assert "compared" not in json.loads((made / "evaluation.json").read_text())["evaluations"][0]
@@ -219,8 +219,8 @@ def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
     ],
 )
 def test_wrong_uses(made, line, command, status, words):
-    found, out, err = line(command)
-    assert found == status and words in out + err
+    exit_status, out, err = line(command)
+    assert exit_status == status and words in out + err
     assert not (made / "README.md").exists()
 
 
@@ -248,8 +248,8 @@ def test_the_licence_of_a_folder(made):
 
 def test_the_licence_of_a_gguf_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = {"general.license": "apache-2.0", "general.source.repo_url": "https://huggingface.co/org/base"}
-    write_model(Path("toy.gguf"), model("Llama"), "Llama", **said)
+    metadata = {"general.license": "apache-2.0", "general.source.repo_url": "https://huggingface.co/org/base"}
+    write_model(Path("toy.gguf"), model("Llama"), "Llama", **metadata)
     crosshead.convert("toy.gguf", "made", {"knocking": {}}, verify=False)
     write_card(Path("made"), source=Path("toy.gguf"))
     head = metadata_load("made/README.md")

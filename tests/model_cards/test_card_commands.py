@@ -1,4 +1,4 @@
-"""The commands on a card are exact: they make the same model again, and the recipe is the one that was run."""
+"""The convert command on a card reproduces the model, and the recipe on a card is the one that was run."""
 
 import json
 import re

@@ -25,12 +25,12 @@ def line(capfd, monkeypatch, tmp_path):
 
 
 def results(folder):
-    """By metric, as the Hub reads them."""
+    """Return the evaluation results of the card by metric type, as the Hub parses them."""
     return {each.metric_type: each for each in ModelCard.load(folder / "README.md").data.eval_results}
 
 
 def rows(folder):
-    """The cells of the table of scores: metric and the rest."""
+    """Return the cells of each row of the score table, by metric."""
     lines = [line.strip("| ").split(" | ") for line in (folder / "README.md").read_text().splitlines() if "| " in line]
     return {cells[1]: cells for cells in lines if len(cells) > 4}
 
@@ -45,18 +45,18 @@ def test_a_classifier_beside_its_source(line, tmp_path):
     text = (tmp_path / "made" / "README.md").read_text()
     assert "sequence classification on `my+rows.tsv`, 20 items:" in text and "lm-evaluation-harness" not in text
     assert "their end was removed" in text
-    found = results(tmp_path / "made")
+    scores = results(tmp_path / "made")
     accuracy = report["models"][1]["scores"][0]
-    assert found["accuracy"].metric_value == accuracy["score"]
-    assert found["accuracy"].task_type == "text-classification"
-    assert (found["accuracy"].dataset_type, found["accuracy"].dataset_name) == ("my_rows.tsv", "my+rows.tsv")
-    assert found["accuracy"].dataset_args == {"limit": 20} and found["accuracy"].source_name is None
-    assert found.keys() == {"accuracy", "f1", "matthews_correlation", "loss"}
+    assert scores["accuracy"].metric_value == accuracy["score"]
+    assert scores["accuracy"].task_type == "text-classification"
+    assert (scores["accuracy"].dataset_type, scores["accuracy"].dataset_name) == ("my_rows.tsv", "my+rows.tsv")
+    assert scores["accuracy"].dataset_args == {"limit": 20} and scores["accuracy"].source_name is None
+    assert scores.keys() == {"accuracy", "f1", "matthews_correlation", "loss"}
     cells = rows(tmp_path / "made")["accuracy"]
     assert cells[4].startswith(f"{accuracy['score']:.4f} ± ") and cells[-1].endswith("equal")
-    kept = json.loads((tmp_path / "made" / "evaluation.json").read_text())["evaluations"][0]
-    assert kept["data"] == report["data"] and kept["scores"] == report["models"][1]["scores"]
-    line("card made")  # from the kept scores
+    record = json.loads((tmp_path / "made" / "evaluation.json").read_text())["evaluations"][0]
+    assert record["data"] == report["data"] and record["scores"] == report["models"][1]["scores"]
+    line("card made")  # again, from evaluation.json
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_an_image_classifier(line, tmp_path):
     write_class_folders(tmp_path / "images", ["0", "1", "2"])
     line("eval made --data images")
     line("card made --eval eval.json")
-    found = results(tmp_path / "made")
-    assert found["accuracy"].task_type == "image-classification" and found.keys() == {"accuracy", "loss"}
+    scores = results(tmp_path / "made")
+    assert scores["accuracy"].task_type == "image-classification" and scores.keys() == {"accuracy", "loss"}
     assert "image classification on `images`:" in (tmp_path / "made" / "README.md").read_text()
 
 

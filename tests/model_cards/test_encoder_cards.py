@@ -1,4 +1,4 @@
-"""Costs, cards and checks before an upload of encoders of text and of images."""
+"""Cost reports, cards and the checks before a push, for text encoders, image encoders and T5."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_a_decoder_without_a_language_model_head(ending, line, tmp_path):
 
 
 def test_a_model_that_transformers_does_not_have(line, tmp_path):
-    """Trained or built, TransNeXt gets a card and is pushed; it is not converted."""
+    """TransNeXt models get a card and can be pushed, but not converted, folded or verified."""
     transnext_toys.model_of(transnext_toys.ROUTED, image_size=96).save_pretrained(tmp_path / "made")
     processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 96, "width": 96}}
     (tmp_path / "made" / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -93,8 +93,8 @@ def test_a_model_that_transformers_does_not_have(line, tmp_path):
 )
 def test_a_held_out_loss_has_the_task_of_the_model(config, task):
     facts = Facts("model", config, training={"metrics": {"eval_loss": 2.5}})
-    (found,) = card_metadata(facts).eval_results
-    assert (found.task_type, found.metric_type, found.metric_value) == (task, "loss", 2.5)
+    (result,) = card_metadata(facts).eval_results
+    assert (result.task_type, result.metric_type, result.metric_value) == (task, "loss", 2.5)
 
 
 def test_the_card_of_a_t5_has_the_mechanisms_of_its_parts(line, tmp_path):
@@ -127,7 +127,7 @@ def test_the_card_names_the_images(line, tmp_path):
 
 @pytest.mark.parametrize(("backbone", "tokens"), [("ViT", 17), ("DeiT", 18)])
 def test_cost_of_images(backbone, tokens, line, tmp_path):
-    """One layer and one image by hand."""
+    """Multiplications of one layer and one image, against the formula."""
     write_image_model(tmp_path / "source", backbone, num_hidden_layers=1)
     status, out, _ = line("cost source --mixer mixture:active_heads=50%,method=paper,router=two_stage --json")
     report = json.loads(out)
@@ -152,7 +152,7 @@ def test_cost_of_images(backbone, tokens, line, tmp_path):
     ],
 )
 def test_examples_fit_the_model(write, task, mixers, changes, line, tmp_path):
-    """Grey images; adapters on the projections that there are."""
+    """The card's example uses grey images for one channel and puts adapters only on existing projections."""
     write(tmp_path / "source", task=task, **changes)
     if changes:
         processor = json.loads((tmp_path / "source" / "preprocessor_config.json").read_text())

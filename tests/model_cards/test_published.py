@@ -1,4 +1,4 @@
-"""What must not be published is found out before anything goes."""
+"""`check_folder` refuses broken or private content before anything is uploaded."""
 
 import json
 import pwd
@@ -40,7 +40,7 @@ def made(whole, tmp_path, monkeypatch):
 
 
 def metadata(text):
-    """A shard whose header says more."""
+    """Return a function that puts `text` into the header metadata of the first shard."""
 
     def damage(folder):
         path = sorted(folder.glob("*.safetensors"))[0]
@@ -54,19 +54,19 @@ def metadata(text):
 
 
 def first_shard(damage):
-    """Done to the first shard."""
+    """Return a function that applies `damage` to the first shard of a folder."""
     return lambda folder: damage(sorted(folder.glob("model-*.safetensors"))[0])
 
 
 def misplaced(folder):
-    """An index that looks for a tensor in another shard."""
-    placed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    other = next(shard for shard in placed.values() if shard != placed["model.norm.weight"])
+    """Make the index name the wrong shard for one tensor."""
+    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(shard for shard in shards.values() if shard != shards["model.norm.weight"])
     weight_map(model__norm__weight=other)(folder)
 
 
 def add_card(text):
-    """A card with more words."""
+    """Return a function that appends `text` to the card."""
 
     def damage(folder):
         path = folder / "README.md"
@@ -76,12 +76,12 @@ def add_card(text):
 
 
 def pickled(folder):
-    """Weights as torch saves them, under an innocent name."""
+    """Write pickled weights under the name of a text file."""
     torch.save({"a": torch.zeros(2)}, folder / "notes.txt")
 
 
 def linked(folder):
-    """A file that is not there."""
+    """Add a symbolic link whose target does not exist."""
     (folder / "gone.json").symlink_to(folder / "nowhere")
 
 

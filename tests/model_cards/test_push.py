@@ -1,4 +1,4 @@
-"""Models go to the Hub whole, private unless asked, and what fails says so in one line."""
+"""Uploads to the Hub: complete, private by default, and a failure is a one-line error."""
 
 import pytest
 from huggingface_hub import constants
@@ -35,8 +35,8 @@ def hub(monkeypatch):
 @pytest.mark.parametrize("private", [True, False])
 def test_a_folder_becomes_a_repository(folder, hub, private):
     assert push(folder, "org/model", private).address == f"{hub.address}/org/model"
-    made = hub.repositories["org/model"]
-    assert made.files == FILES and made.private == private and made.commits == [MESSAGE]
+    repository = hub.repositories["org/model"]
+    assert repository.files == FILES and repository.private == private and repository.commits == [MESSAGE]
     assert hub.tokens == {TOKEN}
 
 
@@ -48,12 +48,15 @@ def test_private_unless_asked_and_in_ones_own_name(folder, hub):
 def test_only_what_changed_goes_again(folder, hub):
     push(folder, "org/model")
     push(folder, "org/model")
-    made = hub.repositories["org/model"]
-    assert made.commits == [MESSAGE]
+    repository = hub.repositories["org/model"]
+    assert repository.commits == [MESSAGE]
     (folder / "config.json").write_bytes(b"[]")
-    made.files["README.md"] = b"written there"
+    repository.files["README.md"] = b"written there"
     push(folder, "org/model")
-    assert made.files == FILES | {"config.json": b"[]", "README.md": b"written there"} and len(made.commits) == 2
+    assert (
+        repository.files == FILES | {"config.json": b"[]", "README.md": b"written there"}
+        and len(repository.commits) == 2
+    )
 
 
 def test_an_old_public_repository_does_not_take_a_private_model(folder, hub):
@@ -88,8 +91,8 @@ def test_what_fails_for_a_moment_is_tried_again(folder, hub, step):
     hub.failing[step] = 1
     (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     push(folder, "org/model")
-    made = hub.repositories["org/model"]
-    assert made.files.keys() == FILES.keys() | {"README.md"} and made.commits == [MESSAGE]
+    repository = hub.repositories["org/model"]
+    assert repository.files.keys() == FILES.keys() | {"README.md"} and repository.commits == [MESSAGE]
     assert hub.failing == {step: 0}
 
 
@@ -122,27 +125,27 @@ def test_a_card_that_the_hub_refuses_goes_nowhere(folder, hub):
 
 def test_weights_of_an_earlier_model_go(folder, hub):
     push(folder, "org/model")
-    made = hub.repositories["org/model"]
-    made.files |= {"model.safetensors": b"old", "adapters/model.safetensors": b"kept", "handler.py": b"kept"}
+    repository = hub.repositories["org/model"]
+    repository.files |= {"model.safetensors": b"old", "adapters/model.safetensors": b"kept", "handler.py": b"kept"}
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         (folder / name).unlink()
     (folder / "model-00001-of-00001.safetensors").write_bytes(b"new")
     push(folder, "org/model")
-    kept = {"config.json", "modeling_crosshead.py", "handler.py", "adapters/model.safetensors"}
-    assert made.files.keys() == kept | {"model-00001-of-00001.safetensors"}
+    remaining = {"config.json", "modeling_crosshead.py", "handler.py", "adapters/model.safetensors"}
+    assert repository.files.keys() == remaining | {"model-00001-of-00001.safetensors"}
 
 
 def test_a_tag_stays_where_it_is(folder, hub):
     pushed = push(folder, "org/model")
-    made = hub.repositories["org/model"]
+    repository = hub.repositories["org/model"]
     assert tag(pushed, "v1") is None
-    first = made.commit
-    assert made.tags == {"v1": first} and tag(pushed, "v1") is None
+    first = repository.commit
+    assert repository.tags == {"v1": first} and tag(pushed, "v1") is None
     (folder / "config.json").write_bytes(b"[]")
     pushed = push(folder, "org/model")
-    assert made.commit != first and tag(pushed, "v1") == first
-    assert made.tags == {"v1": first} and made.at("v1")["config.json"] == b"{}"
-    assert tag(pushed, "v2") is None and made.tags["v2"] == made.commit
+    assert repository.commit != first and tag(pushed, "v1") == first
+    assert repository.tags == {"v1": first} and repository.at("v1")["config.json"] == b"{}"
+    assert tag(pushed, "v2") is None and repository.tags["v2"] == repository.commit
 
 
 def test_a_tag_that_is_refused(folder, hub):

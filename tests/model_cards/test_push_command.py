@@ -1,4 +1,4 @@
-"""`crosshead push`: looked at, listed, sent to a Hub on loopback, and loaded from there by its code."""
+"""`crosshead push`: checks, dry run, upload to a loopback Hub, and loading from there with remote code."""
 
 import json
 import os
@@ -29,15 +29,15 @@ sys.modules["crosshead"] = None
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-names, tokens, place, revision = json.loads(sys.argv[1])
-found = {}
+names, tokens, path, revision = json.loads(sys.argv[1])
+logits = {}
 for name in names:
     options = {"trust_remote_code": True, "revision": revision}
     AutoTokenizer.from_pretrained(name, **options)
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **options).eval()
     with torch.no_grad():
-        found[name] = model(torch.tensor(tokens)).logits
-save_file(found, place)
+        logits[name] = model(torch.tensor(tokens)).logits
+save_file(logits, path)
 """
 
 
@@ -69,7 +69,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """Loading in a process of its own takes seconds: two tests do it, others need not."""
+    """Skip the reload check: loading in a new process takes seconds, and two tests cover it."""
     monkeypatch.setattr("crosshead.conversion.verification.reload.reload_check", lambda folder, inputs, auto_class: {})
 
 
@@ -88,14 +88,14 @@ def test_a_push(made, line, hub):
     hub.failing["commit"] = 1
     status, out, err = line("push made org/model")
     assert (status, err) == (0, "") and f"{hub.address}/org/model" in out and release() in out
-    there = hub.repositories["org/model"]
-    assert there.private and there.files == {path.name: path.read_bytes() for path in made.iterdir()}
-    assert there.tags == {release(): there.commit} and hub.tokens == {TOKEN}
-    before = there.commit
+    repository = hub.repositories["org/model"]
+    assert repository.private and repository.files == {path.name: path.read_bytes() for path in made.iterdir()}
+    assert repository.tags == {release(): repository.commit} and hub.tokens == {TOKEN}
+    before = repository.commit
     (made / "note.md").write_text("more\n")
     status, out, err = line("push made org/model")
     assert status == 0 and release() in out and before[:12] in out
-    assert there.files["note.md"] == b"more\n" and "note.md" not in there.at(release())
+    assert repository.files["note.md"] == b"more\n" and "note.md" not in repository.at(release())
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_wrong_uses(made, line, hub, command, status, words):
     content["mixers"] = {"knocking": {"form": "unheard of"}}
     (made.parent / "broken/config.json").write_text(json.dumps(content))
     before = snapshot(made.parent)
-    found, out, err = line(command)
-    assert found == status and words in " ".join((out + err).split())
+    exit_status, out, err = line(command)
+    assert exit_status == status and words in " ".join((out + err).split())
     assert status == 2 or (out == "" and err.count("\n") == 1)
     assert hub.repositories == {} and snapshot(made.parent) == before
 
@@ -137,7 +137,7 @@ def test_a_public_repository_that_is_there(made, line, hub, unloaded):
 
 
 def folded(folder, monkeypatch):
-    """A stock model out of one of ours, and the model."""
+    """Fold a converted model into a stock one under `folder` and return the stock model, loaded."""
     monkeypatch.chdir(folder)
     converted(Path("linear"), {"knocking": {"form": "linear"}}, verify=False)
     crosshead.fold("linear", "folded", verify=False)
@@ -160,31 +160,31 @@ def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line,
     result = tmp_path / "logits.safetensors"
     settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
-    asked = json.dumps([list(expected), ids.tolist(), str(result), release()])
-    command = [sys.executable, "-P", "-c", LOAD, asked]
+    arguments = json.dumps([list(expected), ids.tolist(), str(result), release()])
+    command = [sys.executable, "-P", "-c", LOAD, arguments]
     done = subprocess.run(
         command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
-    found = load_file(result)
-    assert found.keys() == expected.keys() and len(found) == len(models)
+    loaded = load_file(result)
+    assert loaded.keys() == expected.keys() and len(loaded) == len(models)
     for name, logits in expected.items():
-        assert (found[name] - logits).abs().max() <= 1e-5 * logits.abs().max(), name
+        assert (loaded[name] - logits).abs().max() <= 1e-5 * logits.abs().max(), name
 
 
 def test_no_command_says_or_writes_a_secret(made, line, hub, unloaded):
     write_report(Path("eval.json"), "made")
-    said = [
+    results = [
         line(f"{command}") for command in ("card made --eval eval.json", "push made org/model", "zoo", "card made")
     ]
     hub.accepted = set()
-    said.append(line("push made org/model --debug"))
+    results.append(line("push made org/model --debug"))
     content = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(content | {"note": TOKEN}))
-    said += [line("push made org/model --debug"), line("push made org/model --dry-run"), line("card made --debug")]
-    assert [status for status, *_ in said] == [0, 0, 0, 0, 1, 1, 1, 0]
-    assert "config.json" in said[5][2] and "token" in said[5][2]
-    assert not any(TOKEN in text for _, out, err in said for text in (out, err))
+    results += [line("push made org/model --debug"), line("push made org/model --dry-run"), line("card made --debug")]
+    assert [status for status, *_ in results] == [0, 0, 0, 0, 1, 1, 1, 0]
+    assert "config.json" in results[5][2] and "token" in results[5][2]
+    assert not any(TOKEN in text for _, out, err in results for text in (out, err))
     for path in made.parent.rglob("*"):
         if path.is_file() and path.name != "config.json":
             assert TOKEN.encode() not in path.read_bytes(), path

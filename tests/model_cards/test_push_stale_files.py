@@ -1,4 +1,4 @@
-"""What an earlier model left in a repository does not stay beside a new one; what the user put there does."""
+"""A push removes the files of an earlier model from the repository and keeps the user's own files."""
 
 import pytest
 
@@ -64,23 +64,23 @@ def hub(monkeypatch):
 
 
 def test_files_of_an_earlier_model_go_and_others_stay(folder, hub):
-    there = dict.fromkeys((*STALE, *OTHERS, *FILES), b"there before")
-    made = hub.repositories["org/model"] = Repository(there, private=True)
+    existing = dict.fromkeys((*STALE, *OTHERS, *FILES), b"there before")
+    repository = hub.repositories["org/model"] = Repository(existing, private=True)
     push(folder, "org/model")
-    assert made.files == FILES | dict.fromkeys(OTHERS, b"there before")
-    assert made.commits == [MESSAGE]
+    assert repository.files == FILES | dict.fromkeys(OTHERS, b"there before")
+    assert repository.commits == [MESSAGE]
 
 
 def test_the_tag_is_that_of_the_upload(folder, hub):
-    """Somebody else's commit after it is not what was pushed, and nobody is asked which the newest is."""
+    """The tag names the pushed commit even if another one follows; the Hub is not asked for the newest commit."""
     pushed = push(folder, "org/model")
-    made = hub.repositories["org/model"]
-    assert pushed.commit == made.commit
-    made.older[made.commit], made.commit = dict(made.files), "f" * 40
-    asked = len(hub.requests)
+    repository = hub.repositories["org/model"]
+    assert pushed.commit == repository.commit
+    repository.older[repository.commit], repository.commit = dict(repository.files), "f" * 40
+    request_count = len(hub.requests)
     assert tag(pushed, "v1") is None
-    assert made.tags == {"v1": pushed.commit}
-    assert not [line for line in hub.requests[asked:] if line.endswith("/api/models/org/model")]
+    assert repository.tags == {"v1": pushed.commit}
+    assert not [line for line in hub.requests[request_count:] if line.endswith("/api/models/org/model")]
 
 
 def test_a_push_without_changes_is_tagged_as_the_one_before(folder, hub):

@@ -1,4 +1,4 @@
-"""A card shows the scores of the very model in its folder, or it is not made."""
+"""A card shows only scores of the model in its folder; a report on another model is refused."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from toy_checkpoints import write_model
 from toys import mixed_model
 
 FIRST, SECOND, THIRD = (ROW["score"] + 0.01 * index for index in range(3))
-"""The scores of the models of a report, in its order."""
+"""Scores of the models in a report, in the report's order."""
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def made(tmp_path, monkeypatch):
 
 
 def shown(made, content):
-    """The score on the card, and the comparison kept beside it."""
+    """Write the card from a report; return the recorded score and the recorded comparison."""
     Path("eval.json").write_text(json.dumps(content))
     write_card(made, [Path("eval.json")])
-    kept = json.loads((made / "evaluation.json").read_text())["evaluations"][0]
-    return kept["scores"][0]["score"], kept.get("compared")
+    evaluation = json.loads((made / "evaluation.json").read_text())["evaluations"][0]
+    return evaluation["scores"][0]["score"], evaluation.get("compared")
 
 
 def with_fingerprints(content, *fingerprints):
@@ -37,7 +37,7 @@ def with_fingerprints(content, *fingerprints):
 
 
 def test_a_model_of_the_same_name_is_not_taken_for_this_one(made):
-    """In a report without fingerprints: the first one was elsewhere, and is there no more."""
+    """Without fingerprints, a path to another folder does not match, even if that folder no longer exists."""
     assert shown(made, report("elsewhere/made", "made"))[0] == SECOND
     with pytest.raises(CardError, match="made"):
         shown(made, report("elsewhere/made"))
@@ -74,7 +74,7 @@ def test_each_model_has_its_own_comparison(made):
 
 
 def test_a_comparison_with_a_model_in_the_home(made):
-    """As reports said it: expanded among the models, as it was typed in the comparison."""
+    """Older reports hold the expanded path among the models, but `~` as typed in the comparison."""
     content = report(str(Path("~/first").expanduser()), "made", compared=True)
     content["compared"][0]["first"] = "~/first"
     assert shown(made, content)[1]["with"] == "first"

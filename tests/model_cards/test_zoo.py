@@ -1,4 +1,4 @@
-"""The zoo's pages are those that the command writes, and list every shipped recipe."""
+"""The committed zoo pages match the output of `crosshead zoo --write` and list every shipped recipe."""
 
 import json
 import re
@@ -27,31 +27,31 @@ pytestmark = pytest.mark.xdist_group("zoo")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The folder that `crosshead zoo --write` fills now, from what was measured."""
-    place = tmp_path_factory.mktemp("zoo") / "model_cards"
+    """The folder of pages that `crosshead zoo --write` produces from the committed measurements."""
+    folder = tmp_path_factory.mktemp("zoo") / "model_cards"
     for name in ("model_cards/measured", "evals/results"):
         if (CARDS.parent / name).exists():
-            shutil.copytree(CARDS.parent / name, place.parent / name)
-    (place / "small").mkdir(parents=True)
-    (place / "small/old_recipe.md").write_text("gone")
-    (place / "small/notes.md").write_text("mine")
-    (place / zoo.ZOO).write_text(json.dumps({"models": [{"recipe": "small/old_recipe"}]}))
+            shutil.copytree(CARDS.parent / name, folder.parent / name)
+    (folder / "small").mkdir(parents=True)
+    (folder / "small/old_recipe.md").write_text("gone")
+    (folder / "small/notes.md").write_text("mine")
+    (folder / zoo.ZOO).write_text(json.dumps({"models": [{"recipe": "small/old_recipe"}]}))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
-        patch.setattr(sys, "argv", ["crosshead", "zoo", "--write", str(place)])
+        patch.setattr(sys, "argv", ["crosshead", "zoo", "--write", str(folder)])
         main()
     assert left.value.code == 0
-    return place
+    return folder
 
 
 @pytest.fixture(scope="module")
 def made(written):
-    """The pages."""
+    """Text of each generated page, by relative path."""
     return pages_in(written)
 
 
 @pytest.fixture
 def few_recipes(monkeypatch):
-    """Counting what the models of all recipes cost takes seconds."""
+    """Keep four recipes only: computing the cost of every recipe's model takes seconds."""
     names = ("small/smollm2_knocking", "small/smollm2_talking", "small/smollm2_mixture", "small/smollm2_explicit")
     few = {name: path for name, path in shipped_recipes().items() if name in names}
     monkeypatch.setattr("crosshead.recipes.schema.load.shipped_recipes", lambda: few)
@@ -69,8 +69,8 @@ def line(capfd, monkeypatch):
 
 
 def test_the_pages_are_up_to_date(made):
-    there = pages_in(CARDS)
-    stale = {name for name in made | there if there.get(name) != made.get(name)}
+    committed = pages_in(CARDS)
+    stale = {name for name in made | committed if committed.get(name) != made.get(name)}
     assert not stale, "run `crosshead zoo --write model_cards`"
 
 
@@ -110,8 +110,8 @@ def test_what_was_measured_shows(tmp_path, few_recipes):
     folder = tmp_path / "measured/small/smollm2_knocking"
     folder.mkdir(parents=True)
     (folder / "training.json").write_text(json.dumps(training()))
-    found = model_results(Path("made"), Path("eval.json"), report("made"))
-    (folder / "evaluation.json").write_text(json.dumps({"evaluations": [found]}))
+    results = model_results(Path("made"), Path("eval.json"), report("made"))
+    (folder / "evaluation.json").write_text(json.dumps({"evaluations": [results]}))
     pages = zoo.zoo_pages(entries(tmp_path))
     row = next(row for row in pages["README.md"].splitlines() if "small/smollm2_knocking" in row)
     measured = row.split(" | ")[-1]
@@ -127,8 +127,8 @@ def test_a_short_run_shows_as_one(tmp_path, few_recipes):
     (tmp_path / SHORT_RUNS).write_text(json.dumps({"mixture": run | {"curve": []}}))
     pages = zoo.zoo_pages(entries(tmp_path / "model_cards"))
     card = pages["small/smollm2_mixture.md"]
-    (told,) = (line for line in card.splitlines() if "12,000 tokens" in line)
-    assert all(number in told for number in ("600", "0.0001", "5.5000", "3.2500", "3.0000"))
+    (sentence,) = (line for line in card.splitlines() if "12,000 tokens" in line)
+    assert all(number in sentence for number in ("600", "0.0001", "5.5000", "3.2500", "3.0000"))
     assert ModelCard(card).data.eval_results is None
     assert "12,000 tokens" not in pages["small/smollm2_explicit.md"] + pages["small/smollm2_talking.md"]
     row = next(row for row in pages["README.md"].splitlines() if "small/smollm2_mixture" in row)
@@ -144,15 +144,15 @@ def test_a_short_run_shows_as_one(tmp_path, few_recipes):
     ],
 )
 def test_wrong_uses(line, command, status, words):
-    found, out, err = line(command)
-    assert (found, out) == (status, "") and words in err
+    exit_status, out, err = line(command)
+    assert (exit_status, out) == (status, "") and words in err
 
 
 def test_a_model_of_several_stages_names_its_source():
-    found = {entry["recipe"]: entry for entry in zoo.read_zoo()}
-    stages = found["papers/mea_qwen3_30b_full"]
+    entry_of = {entry["recipe"]: entry for entry in zoo.read_zoo()}
+    stages = entry_of["papers/mea_qwen3_30b_full"]
     assert stages["base_model"] == "Qwen/Qwen3-30B-A3B"
     assert [command.split()[1] for command in stages["convert"]] == ["convert", "train"]
-    assert found["papers/moh_llama3_8b_stage2"]["base_model"] == "meta-llama/Meta-Llama-3-8B"
-    steps = found["papers/moh_llama3_8b_stage2"]["convert"]
+    assert entry_of["papers/moh_llama3_8b_stage2"]["base_model"] == "meta-llama/Meta-Llama-3-8B"
+    steps = entry_of["papers/moh_llama3_8b_stage2"]["convert"]
     assert [command.split()[1] for command in steps] == ["convert", "train", "fold", "convert"]

@@ -1,6 +1,6 @@
-"""One of two processes that train toy models together; `test_fsdp.py` starts both and reads what rank 0 writes.
+"""One of two ranks that train toy models together; `test_fsdp.py` starts both and reads the results of rank 0.
 
-Arguments: a file through which the two find each other, a file for the results, and a folder for the Trainer.
+Arguments: a file for the rendezvous of the two ranks, a file for the results, and a folder for the Trainer.
 RANK and WORLD_SIZE are in the environment.
 """
 
@@ -16,11 +16,11 @@ from transformers import Trainer, TrainingArguments
 
 from toys import CASES, mixed_model
 
-BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: counted twice, or per process, it would show
+BALANCE_WEIGHT = 8.0  # makes the balance loss as large as the cross-entropy, so that double counting is detected
 
 
 def model_of(case: str) -> Any:
-    """A toy model in training mode, with a loud balance loss where it has one."""
+    """Return a toy model in training mode, with a large weight of the balance loss if it has one."""
     mixers = dict(CASES[case])
     if "mixture" in mixers:
         mixers["mixture"] = mixers["mixture"] | {"balance_weight": BALANCE_WEIGHT}
@@ -28,7 +28,7 @@ def model_of(case: str) -> Any:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Eight sequences with different numbers of tokens to predict; two are padded."""
+    """Return eight sequences with different numbers of labels; two are padded."""
     input_ids = torch.randint(1, 61, (8, 9), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(input_ids)
     mask[1, :4] = mask[6, 5:] = 0
@@ -38,13 +38,13 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def part(index: int, count: int) -> dict[str, torch.Tensor]:
-    """One of `count` equal parts of the batch, with the number of tokens that the whole batch predicts."""
+    """Return one of `count` equal parts of the batch, with the number of predicted tokens of the whole batch."""
     items = batch()["labels"][:, 1:].ne(-100).sum()
     return {name: tensor.chunk(count)[index] for name, tensor in batch().items()} | {"num_items_in_batch": items}
 
 
 def plain(case: str, count: int) -> dict[str, Any]:
-    """One process, the batch in `count` parts: the sum of their losses, and its gradients."""
+    """Run one process on the batch in `count` parts; return the sum of the losses and its gradients."""
     model = model_of(case)
     loss = sum(model(**part(index, count), use_cache=False).loss for index in range(count))
     loss.backward()
@@ -52,7 +52,7 @@ def plain(case: str, count: int) -> dict[str, Any]:
 
 
 def sharded(case: str, rank: int, checkpointing: bool, backbone_too: bool = False) -> dict[str, Any]:
-    """FSDP2, each process on its half of the batch: the sum of both losses, and the full gradients."""
+    """Run FSDP2 with half of the batch per rank; return the sum of both losses and the full gradients."""
     model = model_of(case)
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -63,14 +63,14 @@ def sharded(case: str, rank: int, checkpointing: bool, backbone_too: bool = Fals
         loss = model(**part(rank, 2), use_cache=False).loss
     except RuntimeError as error:
         return {"error": str(error)}
-    (2 * loss).backward()  # gradients are averaged over the processes, as the Trainer knows
+    (2 * loss).backward()  # FSDP averages gradients over the two ranks; the Trainer corrects for this in the same way
     total = loss.detach().clone()
     distributed.all_reduce(total)
     return {"loss": total, "gradients": {name: x.grad.full_tensor() for name, x in model.named_parameters()}}
 
 
 def data_parallel(case: str, folder: str, accumulation: int) -> dict[str, Any]:
-    """One optimizer step of the Trainer over the batch, by both processes: the loss, and the gradients applied."""
+    """Run one optimizer step of the Trainer on both ranks; return the loss and the applied gradients."""
     model = model_of(case)
     arguments = TrainingArguments(
         output_dir=folder,
@@ -100,7 +100,7 @@ def data_parallel(case: str, folder: str, accumulation: int) -> dict[str, Any]:
 
 
 def main(meeting_point: str, results_file: str, folder: str) -> None:
-    """Run every case in turn."""
+    """Run every case and save the results on rank 0."""
     rank = int(os.environ["RANK"])
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=2, timeout=timedelta(seconds=120)

@@ -1,6 +1,7 @@
-"""Loads a saved model by its remote code, in a process without crosshead, and keeps its logits.
+"""Loads a saved model by its remote code, in a process without crosshead, and saves its logits.
 
-Argument: a folder with `model` and the tokens, `inputs.safetensors`; the logits go there as `outputs.safetensors`.
+Argument: a folder that contains `model` and the inputs (`inputs.safetensors`, tensor `ids`: token ids or images); the
+logits are saved there as `outputs.safetensors`.
 """
 
 import sys
@@ -14,7 +15,7 @@ from transformers import AutoConfig
 
 @torch.no_grad()
 def main(folder: Path) -> None:
-    """Run the model once."""
+    """Load the model, run it once, and save its logits."""
     options = {"trust_remote_code": True, "attn_implementation": "eager"}
     config = AutoConfig.from_pretrained(folder / "model", **options)
     served, second_head = config.auto_map, config.architectures[0].endswith("ForPreTraining")

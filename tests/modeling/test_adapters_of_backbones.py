@@ -1,4 +1,4 @@
-"""peft and the Trainer on every backbone but Llama's: LoRA on projections beside fully trained mechanisms."""
+"""peft and the Trainer on all backbones except Llama-like decoders: LoRA plus fully trained mechanisms."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from tiers import first
 
 MIXERS: dict[str, Any] = {"knocking": {}, "mixture": {"active_heads": 3, "shared_heads": 2}}
 TARGETS = ["query", "value", "q", "v", "q_proj", "v_proj", "kv_b_proj"]
-"""The names of the projections in all backbones."""
+"""Names of the projections with LoRA, in all backbones."""
 LANGUAGE = ["Gta", "DeepseekV3", "Bert", "T5", "DeepseekV2", "Albert"]
 IMAGE = ["TransNext", "ViT", "Dinov2", "DeiT"]
 
 
 def toy(backbone: str) -> Any:
-    """A model with the mechanisms, always with the same weights."""
+    """Return a toy model with mechanisms, always with the same weights."""
     if backbone == "TransNext":
         return transnext_toys.model_of({"knocking": {}, "mixture": {"active_heads": 2, "shared_heads": 0}})
     if backbone in LANGUAGE:
@@ -32,7 +32,7 @@ def toy(backbone: str) -> Any:
 
 
 def inputs_of(backbone: str) -> dict[str, torch.Tensor]:
-    """A batch with labels."""
+    """Return a batch with labels."""
     if backbone == "TransNext":
         return {"pixel_values": transnext_toys.IMAGES, "labels": transnext_toys.LABELS}
     if backbone in IMAGE:
@@ -47,7 +47,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(backbone: str, tmp_path: 
     model, inputs = get_peft_model(toy(backbone), lora).train(), inputs_of(backbone)
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    optimizer = torch.optim.AdamW((each for each in named.values() if each.requires_grad), lr=0.02, weight_decay=0)
+    optimizer = torch.optim.AdamW((x for x in named.values() if x.requires_grad), lr=0.02, weight_decay=0)
     for _ in range(3):
         outputs = model(**inputs)
         assert outputs.balance_loss > 0
@@ -80,4 +80,4 @@ def test_the_trainer_trains_decoders_with_shared_rotary_parts(backbone: str, tmp
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 3 and losses[-1] < losses[0]
-    assert all(not torch.equal(each, before[name]) for name, each in model.named_parameters() if "mixers" in name)
+    assert all(not torch.equal(x, before[name]) for name, x in model.named_parameters() if "mixers" in name)

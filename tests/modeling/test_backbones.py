@@ -1,4 +1,4 @@
-"""What the stock backbones bring along stays: position embeddings, windows, ties, biases, the experts' layout."""
+"""Features of the stock backbones are preserved: RoPE types, windows, tied embeddings, biases, expert layout."""
 
 from itertools import permutations
 from pathlib import Path
@@ -41,7 +41,7 @@ EXPLICIT = {"explicit": {"norm": False}}
 
 
 def both(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
-    """A stock model, and ours from its checkpoint."""
+    """Return a stock model, and the crosshead model loaded from its checkpoint."""
     stock = stock_model(backbone, **changes)
     stock.save_pretrained(folder)
     model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
@@ -56,7 +56,7 @@ def test_every_rope_type_of_the_library_is_in_the_table() -> None:
 @torch.no_grad()
 def test_every_rope_type(rope: str, backbone: str, tmp_path: Path) -> None:
     stock, ours = both(backbone, tmp_path, KNOCKING, rope_parameters=ROPES[rope])
-    long = tokens(1, 100)  # longer than what the scaled types were made for
+    long = tokens(1, 100)  # longer than the original_max_position_embeddings of the scaled types
     assert torch.equal(ours(long).logits, stock(long).logits)
     explicit = type(ours).from_pretrained(tmp_path, mixers=EXPLICIT, attn_implementation="eager").eval()
     expected = stock(long).logits
@@ -100,7 +100,7 @@ def test_qwen2_components_have_biases() -> None:
 
 
 def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a saved folder."""
+    """Return name -> shape of the tensors in a saved folder."""
     with safe_open(folder / "model.safetensors", "pt") as saved:
         return {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
 
@@ -126,10 +126,10 @@ def test_experts_keep_the_stock_layout(tmp_path: Path) -> None:
 
 def test_expert_losses_are_the_stock_ones(tmp_path: Path) -> None:
     stock, ours = both("Qwen3Moe", tmp_path, KNOCKING, output_router_logits=True)
-    expected, found = stock(tokens(), labels=tokens()), ours(tokens(), labels=tokens())
-    assert torch.equal(found.loss, expected.loss)
-    assert torch.equal(found.aux_loss, expected.aux_loss)
-    assert len(found.router_logits) == len(expected.router_logits) == 2
+    expected, output = stock(tokens(), labels=tokens()), ours(tokens(), labels=tokens())
+    assert torch.equal(output.loss, expected.loss)
+    assert torch.equal(output.aux_loss, expected.aux_loss)
+    assert len(output.router_logits) == len(expected.router_logits) == 2
 
 
 @pytest.mark.parametrize("written_as", ("num_experts", "num_local_experts"))
@@ -154,7 +154,7 @@ def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("other", "backbone"), list(permutations(BACKBONES, 2)))
 def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
-    """Llama's class would load a Qwen2 folder and drop its biases."""
+    """Without this refusal the Llama class, for example, would load a Qwen2 checkpoint and drop its biases."""
     stock_model(other).save_pretrained(tmp_path / "stock")
     mixed_model(other, KNOCKING).save_pretrained(tmp_path / "ours")
     model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
@@ -165,7 +165,7 @@ def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_p
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_mechanism_is_taken_for_a_projection(case: str) -> None:
-    """Quantisers replace every nn.Linear, before the mechanisms of a stock checkpoint have their starting values."""
+    """Quantisers replace every nn.Linear before new mechanism parameters of a stock checkpoint are initialised."""
     for layer in mixed_model("Llama", CASES[case]).model.layers:
         modules = layer.self_attn.mixers.modules()
         assert not any(isinstance(module, torch.nn.Linear) for module in modules)

@@ -1,4 +1,4 @@
-"""Attention backends: those that can run a mechanism agree, the others are refused, none forgets the mask."""
+"""Attention backends: supported ones agree with eager and apply the mask, unsupported ones are refused."""
 
 import shutil
 from typing import Any
@@ -30,7 +30,7 @@ PADDED = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """Logits of the real tokens of a padded batch."""
+    """Return the logits of the real tokens of a padded batch."""
     return model(tokens(), attention_mask=PADDED).logits[PADDED.bool()]
 
 
@@ -48,7 +48,7 @@ def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention on a CPU compiles C++ and finds no g++")
 @pytest.mark.parametrize("case", DISPATCHED)
 def test_flex_attention_agrees_with_eager(case: str) -> None:
-    sizes = {"hidden_size": 32, "head_dim": 16}  # the smallest heads that it compiles for
+    sizes = {"hidden_size": 32, "head_dim": 16}  # flex attention needs head sizes of at least 16
     eager, flex = (mixed_model("Qwen3", CASES[case], backend=b, **sizes) for b in ("eager", "flex_attention"))
     assert (logits(eager) - logits(flex)).abs().max() < 1e-4
 
@@ -116,14 +116,14 @@ def test_our_names_are_causal_without_a_mask(case: str, name: str) -> None:
 
 @pytest.mark.parametrize("case", DISPATCHED)
 def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
-    """A custom attention sees what stock models give it: all query heads, all key/value heads, the window, a mask.
+    """A custom attention gets the arguments of stock models: all query and key/value heads, the window, a mask.
 
-    Under `differential` it sees half of them at a time, the first or the second of each pair.
+    With `differential` it gets half of the heads per call: the first or the second head of each pair.
     """
-    seen: list[Any] = []
+    shapes: list[Any] = []
 
     def spy(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape), kwargs["sliding_window"]))
+        shapes.append((tuple(query.shape), tuple(key.shape), tuple(value.shape), kwargs["sliding_window"]))
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register("spy", spy)
@@ -132,7 +132,7 @@ def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
     assert (logits(model) - logits(mixed_model("Qwen3", CASES[case]))).abs().max() < 1e-4
     parts = 2 if "differential" in case else 1
     keys = (2, 2 // parts, 9, 8)
-    assert set(seen) == {((2, 4 // parts, 9, 8), keys, keys, None)}
+    assert set(shapes) == {((2, 4 // parts, 9, 8), keys, keys, None)}
 
 
 @for_each_case_and_backbone
@@ -143,7 +143,7 @@ def test_eager_returns_the_weights(case: str, backbone: str) -> None:
     assert len(weights) == 2
     for layer in weights:
         assert layer.shape == (2, 4, 9, 9)
-        assert layer.triu(1).abs().max() == 0  # nothing from the future
+        assert layer.triu(1).abs().max() == 0  # no weight on future tokens
         if "talking" not in case:
             assert (layer.sum(-1) - 1).abs().max() < 1e-5
 
@@ -169,7 +169,7 @@ def test_paged_caches_are_refused_where_attention_is_replaced(case: str) -> None
 def test_continuous_batching(case: str) -> None:
     model = mixed_model("Llama", CASES[case], backend="sdpa")
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # by default it takes most of the memory
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # the default allocates most of the memory
     ids = tokens(1, 9)
     expected = model.generate(ids, generation_config=settings)[0, 9:].tolist()
     results = model.generate_batch([ids[0].tolist()], generation_config=settings, continuous_batching_config=small)

@@ -1,4 +1,4 @@
-"""Configurations that must be refused, each with the option, the value as typed, and what is allowed."""
+"""Invalid configurations are refused; the message names the option, the value as typed, and the allowed values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ import crosshead
 from crosshead import CrossheadLlamaConfig, CrossheadLlamaModel
 from toys import BACKBONES, SIZES, mixed_config, stock_config
 
-COUNT, ALSO_ZERO = ("1", "2"), ("0", "2")  # the least, and how many numbers a list has
+COUNT, ALSO_ZERO = ("1", "2"), ("0", "2")  # the minimum, and the length of a per-layer list
 WHOLE, NUMBER, FLAG, LAYERS = ("1",), ("0",), ("true", "false"), ("0", "1")
 FORMS = ("'mlp'", "'linear'", "'gate'")
 TARGETS = ("'query'", "'key'", "'value'")
@@ -55,7 +55,7 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("differential.version", ("a whole number from 1 up",), [0, "2", True]),
     ("differential.version", ("1 or 2",), [3]),
 ]
-"""The option, what the message names as allowed, the values that are not."""
+"""Option, allowed values that the message must name, refused values."""
 
 
 MECHANISMS = ("'knocking'", "'explicit'", "'mixture'", "'talking'", "'differential'")
@@ -68,7 +68,7 @@ TWO_OWNERS = ("mixers.talking", "mixers.differential")
 ONE_MAP = ("mixers.talking.softmax_heads=6", "mixers.talking.on=['logits']", "4")
 
 BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
-    # the wrong type
+    # Wrong types.
     (["knocking"], ("mixers=['knocking']",)),
     ([], ("mixers=[]",)),
     ([("knocking", {})], ("mixers=[('knocking', {})]",)),
@@ -79,7 +79,7 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"talking": "logits"}, ("mixers.talking='logits'",)),
     ({"differential": True}, ("mixers.differential=True",)),
     ({"mixture": 3}, ("mixers.mixture=3",)),
-    # a name that does not exist; `on` is a bool to YAML 1.1
+    # Unknown names. YAML 1.1 reads the key `on` as a bool.
     ({"knokking": {}}, ("mixers", "'knokking'", "'knocking'", *MECHANISMS)),
     ({"Talking": {}}, ("mixers", "'Talking'", "'talking'", *MECHANISMS)),
     ({"mixture_of_heads": {}}, ("mixers", "'mixture_of_heads'", "'mixture'", *MECHANISMS)),
@@ -94,7 +94,7 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"explicit": {"form": "mlp"}}, ("mixers.explicit", "'form'", "'on'", "'key_heads'", "'value_heads'", "'norm'")),
     ({"differential": {"lambda_init": 0.8}}, ("mixers.differential", "'lambda_init'", "'norm'", "'layers'")),
     ({"talking": {True: ["logits"]}}, ("mixers.talking", "True", "'on'", "'softmax_heads'", "'dynamic'")),
-    # what mixture needs, and what it may stand beside
+    # Missing options of mixture, and its refused combinations.
     ({"mixture": {}}, MISSING),
     ({"mixture": None}, MISSING),
     ({"mixture": {"shared_heads": 1}}, MISSING),
@@ -110,7 +110,7 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"mixture": {"active_heads": 2, "router": "query_norm"}, "differential": {}}, SINGLE_HEADS),
     ({"mixture": {"active_heads": 3}, "explicit": {}}, GATES_LOST),
     ({"mixture": {"active_heads": 3, "layers": [1]}, "explicit": {}}, (*GATES_LOST, "layer 1")),
-    # explicit
+    # Options of explicit.
     ({"explicit": {"key_heads": [1, 3]}}, ("explicit.key_heads=3", "1", "2", "layer 1")),
     ({"explicit": {"on": ["value"], "key_heads": 1}}, ("explicit.key_heads=1", "'key'", "explicit.on=['value']")),
     ({"explicit": {"on": ["key"], "value_heads": [2, 1]}}, ("value_heads=2", "'value'", "explicit.on=['key']")),
@@ -118,7 +118,7 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"explicit": {"groups": 2, "key_heads": [2, 1]}}, ("explicit.groups=2", "keys (1)", "layer 1")),
     ({"explicit": {}, "differential": {}}, TWO_NORMS),
     ({"differential": {"layers": [1]}, "explicit": {}}, (*TWO_NORMS, "layer 1")),
-    # talking
+    # Options of talking.
     ({"talking": {"on": ["logits"], "softmax_heads": 6}}, ONE_MAP),
     ({"talking": {"on": ["weights"], "dynamic": ["key_logits"]}}, ("dynamic", "'key_logits'", "on=['weights']")),
     ({"talking": {"on": ["logits"], "dynamic": ["query_weights"]}}, ("dynamic", "'query_weights'", "on=['logits']")),
@@ -140,7 +140,7 @@ BAD_MODELS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
 
 
 def with_option(option: str, value: Any) -> dict[str, Any]:
-    """`mixers` with one option of one mechanism, beside what the mechanism requires."""
+    """Return `mixers` with one option of one mechanism, plus the options that the mechanism requires."""
     mechanism, name = option.split(".")
     required = {"active_heads": 3} if mechanism == "mixture" else {}
     return {mechanism: required | {name: value}}
@@ -220,7 +220,7 @@ def test_mixers_assigned_later_are_checked_when_a_model_is_built(model: type[Any
         model(config)
 
 
-# A change of the model, the mixers that no longer fit, what the message names.
+# Changed config field, its new value, mixers that no longer fit, text of the message.
 OUTGROWN: list[tuple[str, Any, dict[str, Any], str]] = [
     ("num_key_value_heads", 1, {"explicit": {"key_heads": 2}}, "key_heads=2"),
     ("num_hidden_layers", 1, {"explicit": {"key_heads": [1, 2]}}, r"key_heads=\[1, 2\]"),

@@ -1,4 +1,4 @@
-"""The two files of code that a saved model carries."""
+"""The two remote code files that are saved with a model."""
 
 import ast
 import os
@@ -39,12 +39,12 @@ FIVE: dict[str, Any] = {
 }
 SIX: dict[str, Any] = {**FIVE, "gating": {}}
 LINES = {"talking": 1500}
-"""Greatest number of lines in both files with one mechanism; of the others, 1,300."""
+"""Maximum number of lines of both files with one mechanism; 1,300 for mechanisms that are not listed."""
 FURTHER_LINES = {"Qwen3Moe": 85, "Bert": 70, "Albert": 130, **dict.fromkeys(SHARED_ROTARY, 165)}
-"""Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss; encoders: four task heads and losses;
-MLA and GTA: their attention."""
+"""Additional lines per backbone: Qwen3-MoE for its router with expert biases and its auxiliary loss; encoders for four
+task heads and losses; MLA and GTA for their attention."""
 FIVE_LINES = 2300
-"""Greatest number of lines in both files with the five mechanisms."""
+"""Maximum number of lines of both files with the five mechanisms."""
 LEFT_OUT = ("package_only", "access_tokens", "write_code", "triton")
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
         "    raise AssertionError('a mechanism that the code does not hold was accepted')\n"
     )
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
-    environment["PYTHONPATH"] = os.path.abspath(os.environ.get("PYTHONPATH", "."))  # of an older transformers
+    environment["PYTHONPATH"] = os.path.abspath(os.environ.get("PYTHONPATH", "."))  # may have an older transformers
     done = subprocess.run(
         [sys.executable, "-P", "-c", worker], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
@@ -168,8 +168,8 @@ def test_a_user_s_subclass_is_saved_with_classes_that_exist(tmp_path: Path) -> N
 
     config = Mine(**mixed_config("Llama", {"knocking": {}}).to_dict() | {"model_type": "mine"})
     config.save_pretrained(tmp_path)
-    for place in config.auto_map.values():
-        module, name = place.split(".")
+    for reference in config.auto_map.values():
+        module, name = reference.split(".")
         tree = ast.parse((tmp_path / f"{module}.py").read_text(encoding="utf-8"))
         imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert name in imported | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -1,4 +1,4 @@
-"""torch.compile in one graph gives the loss and the gradients of eager execution."""
+"""torch.compile with fullgraph gives the same loss and gradients as eager execution."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ PAIRS = [
     ("Qwen3", "explicit"),
     ("Qwen3Moe", "mixture"),
 ]
-"""The first two hold every mechanism."""
+"""Backbone and case; the first two pairs together use every mechanism."""
 
 pytestmark = pytest.mark.compile
 
@@ -29,7 +29,7 @@ def _forget_graphs() -> Iterator[None]:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """Padded sequences, and what a training loop passes beside them."""
+    """Return padded sequences with labels and `num_items_in_batch`, as a training loop passes them."""
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
@@ -39,22 +39,22 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def run(model: Any, call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and the gradients of one call."""
+    """Return the loss and the gradients of one call."""
     loss = call(**inputs(), use_cache=False).loss
     loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return loss.detach(), found
+    return loss.detach(), gradients
 
 
 def check(backbone: str, case: str, backend: str, **changes: Any) -> None:
-    """Compile a model that has never run, then compare with one that is not compiled, and with itself."""
+    """Compile a model before its first call; compare it with an uncompiled one, and with itself uncompiled after."""
     model, plain = (mixed_model(backbone, CASES[case], backend=None, **changes).train() for _ in range(2))
     if backbone == "Qwen3Moe":
-        for each in (model, plain):
-            each.set_experts_implementation("batched_mm")  # the one that every supported version can trace
+        for candidate in (model, plain):
+            candidate.set_experts_implementation("batched_mm")  # traceable in every supported transformers version
     compiled = run(model, torch.compile(model, fullgraph=True, backend=backend))
-    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=3e-6)  # sums in another order
+    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=3e-6)  # summed in another order
     torch.testing.assert_close(run(model, model), run(plain, plain), rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Good configurations: defaults, saving and loading, and the names that other people's files depend on."""
+"""Valid configurations: defaults, saving and loading, and the frozen names that saved files depend on."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"mixture": {"active_heads": 3, "layers": [1]}, "explicit": {"layers": [0]}},
     {"mixture": {"active_heads": 3, "router": "query_norm", "layers": [0]}, "differential": {"layers": [1]}},
     {"mixture": {"active_heads": [4, 2]}, "differential": {"layers": [1]}},
-    # in one layer
+    # Combinations within one layer.
     {"explicit": {}, "mixture": {"active_heads": 3}},
     {"mixture": {"active_heads": 3}, "explicit": {"norm": False}},
     {"differential": {}, "explicit": {"norm": False, "value_heads": 1}},
@@ -72,7 +72,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 
 def config_class(backbone: str) -> type[Any]:
-    """Our configuration of a backbone."""
+    """Return the crosshead configuration class of a backbone."""
     return getattr(crosshead, f"Crosshead{backbone}Config")
 
 
@@ -83,8 +83,8 @@ def test_defaults_are_filled_in(name: str) -> None:
 
 
 def test_null_is_the_default() -> None:
-    given = {"knocking": None, "explicit": {"norm": None, "key_heads": None, "layers": None, "on": None}}
-    assert mixed_config("Llama", given).mixers == {name: DEFAULTS[name] for name in given}
+    mixers = {"knocking": None, "explicit": {"norm": None, "key_heads": None, "layers": None, "on": None}}
+    assert mixed_config("Llama", mixers).mixers == {name: DEFAULTS[name] for name in mixers}
 
 
 def test_half_of_the_active_heads_are_shared() -> None:
@@ -110,8 +110,8 @@ def test_allowed_combinations(mixers: dict[str, Any]) -> None:
 
 
 def test_layers_and_counts_resolve_layer_by_layer() -> None:
-    given = {"explicit": {"key_heads": (2, 1, 2)}, "talking": {"layers": (2, 0)}, "knocking": {"on": ("key",)}}
-    config = mixed_config("Llama", given, num_hidden_layers=3)
+    mixers = {"explicit": {"key_heads": (2, 1, 2)}, "talking": {"layers": (2, 0)}, "knocking": {"on": ("key",)}}
+    config = mixed_config("Llama", mixers, num_hidden_layers=3)
     assert config.mixers["explicit"]["key_heads"] == [2, 1, 2]
     assert config.mixers["talking"]["layers"] == [0, 2]
     assert config.mixers["knocking"]["on"] == ["key"]
@@ -125,12 +125,12 @@ def test_layers_and_counts_resolve_layer_by_layer() -> None:
 
 
 def test_the_given_mapping_stays_as_it_was() -> None:
-    given = {"knocking": {"on": ["value"]}, "mixture": {"active_heads": [3, 3]}}
-    before = copy.deepcopy(given)
-    config = mixed_config("Llama", given)
+    mixers = {"knocking": {"on": ["value"]}, "mixture": {"active_heads": [3, 3]}}
+    before = copy.deepcopy(mixers)
+    config = mixed_config("Llama", mixers)
     config.mixers["knocking"]["on"].append("key")
     config.mixers["mixture"]["active_heads"][0] = 2
-    assert given == before
+    assert mixers == before
 
 
 ROUND_TRIPS: dict[str, Callable[[Any, Path], Any]] = {
@@ -207,7 +207,7 @@ Tensors = dict[str, tuple[int, ...]]
 
 
 def new(names: str, *shape: int) -> Tensors:
-    """New weights of one shape, by their names below `mixers`."""
+    """Return name -> shape of weights of one shape; `names` are relative to `mixers`."""
     return {f"mixers.{name}.weight": shape for name in names.split()}
 
 
@@ -223,8 +223,8 @@ HALF_VALUES: Tensors = LAMBDAS | {"v_proj.weight": (8, 24), "o_proj.weight": (24
 BIAS_AND_OUTPUT: Tensors = {"mixers.differential.lambda_bias": (2,), "o_proj.weight": (24, 16)}
 FOUR_TERMS = ["query_logits", "key_logits", "query_weights", "key_weights"]
 
-# `mixers`, then for each of the two layers what is new or reshaped below `self_attn`. The model has 4 heads of 8
-# features, 2 for keys and values, and a hidden size of 24.
+# `mixers`, then the new or reshaped tensors of `self_attn` in each of the two layers. The model has 4 query heads of
+# size 8, 2 key/value heads, and a hidden size of 24.
 TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
     ({"knocking": {}}, SHARED_MLP, SHARED_MLP),
     ({"knocking": {"layers": [1]}}, {}, SHARED_MLP),
@@ -265,12 +265,12 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
 
 
 def shapes(model: Any) -> Tensors:
-    """The names and shapes of a model's tensors."""
+    """Return name -> shape of a model's tensors."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def test_frozen_names_and_options() -> None:
-    """Other people's files depend on these: a change here breaks them."""
+    """Saved models of users depend on these names: changing them breaks the models."""
     ours = {config.model_type: config.__name__ for config in crosshead.FAMILIES}
     assert ours == {model_type: f"Crosshead{backbone}Config" for backbone, model_type in MODEL_TYPES.items()}
     options = {name: set(crosshead.MECHANISMS[name].rules.options) for name in DEFAULTS}

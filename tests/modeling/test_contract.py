@@ -1,4 +1,4 @@
-"""What every mechanism must keep true on every backbone."""
+"""Properties that every mechanism must have on every backbone."""
 
 import os
 import sys
@@ -39,19 +39,19 @@ from toys import (
 REMOTE_CODE_WORKER = Path(__file__).with_name("remote_code_worker.py")
 HALVES = (torch.bfloat16, torch.float16)
 BACKENDS = ("eager", "sdpa")
-"""Those that every case runs on without an accelerator or a compiler."""
+"""Attention backends that run every case, without an accelerator or a compiler."""
 NEUTRAL_STARTS = [
-    pytest.param(name, index, backbone, marks=[] if index == place % len(cases) else [pytest.mark.slow])
+    pytest.param(name, index, backbone, marks=[] if index == number % len(cases) else [pytest.mark.slow])
     for name, cases in NEUTRAL.items()
     for index in range(len(cases))
-    for place, backbone in enumerate((*BACKBONES, *ENCODERS))
+    for number, backbone in enumerate((*BACKBONES, *ENCODERS))
 ]
-"""In the default tier each mechanism on each backbone, and each configuration."""
+"""Default tier: each mechanism on each backbone, each configuration on some backbone."""
 on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
 
 
 def ours_from_stock(backbone: str, folder: Path, mixers: dict[str, Any], backend: str = "eager") -> Any:
-    """Our class loading a stock checkpoint."""
+    """Load a stock checkpoint with the crosshead class of a backbone."""
     return model_class(backbone).from_pretrained(folder, mixers=mixers, attn_implementation=backend).eval()
 
 
@@ -64,7 +64,7 @@ def test_neutral_start_is_the_stock_model(mechanism: str, index: int, backbone: 
     ours = ours_from_stock(backbone, tmp_path, NEUTRAL[mechanism][index])
     expected = stock(tokens()).logits
     difference = (ours(tokens()).logits - expected).abs().max()
-    # Where keys are normed per head, explicit divides after the combination: one rounding more.
+    # With QK norm, explicit divides by the norm after the combination, which adds one rounding.
     added_arithmetic = mechanism == "explicit" and backbone.startswith("Qwen3")
     assert difference <= (1e-6 * expected.abs().max() if added_arithmetic else 0)
 
@@ -231,7 +231,7 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
 @for_each_case_and_model
 @torch.no_grad()
 def test_offloaded_weights(case: str, backbone: str) -> None:
-    """accelerate fetches a module's weights when the module is called: no parameter may be read around that."""
+    """accelerate loads a module's weights when the module is called, so parameters must not be read elsewhere."""
     model = mixed_model(backbone, mixers_of(case, backbone))
     expected = model(tokens()).logits
     cpu_offload(model, execution_device=torch.device("cpu"))

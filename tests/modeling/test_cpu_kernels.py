@@ -1,4 +1,4 @@
-"""The attention functions for CPUs: outputs and gradients of plain formulas, and when the stock function runs."""
+"""The CPU attention kernels: compared with plain formulas, and their fallback to the stock functions."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ EXPLICIT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small calls are eligible."""
+    """Lower the thresholds so that small calls are eligible."""
     monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 1)
     monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 1.0)
     monkeypatch.setattr(cpu_mixture, "BLOCK_ROWS", 8)
@@ -45,12 +45,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer(heads: tuple[int, ...], causal: bool = True) -> Any:
-    """What an attention function reads of a layer."""
+    """Return the attributes of an attention layer that attention functions read."""
     return SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=causal)
 
 
 def draw_gates(batch: int, tokens: int, heads: int, shared: int) -> torch.Tensor:
-    """Gates of zero or one; heads have unequal shares, and the last routed head none."""
+    """Return random gates of 0 or 1 (B, T, H); the last routed head gets no tokens."""
     gates = (torch.rand(batch, tokens, heads) < torch.rand(heads)).float()
     gates[..., -1] = 0
     gates[..., :shared] = 1
@@ -58,7 +58,7 @@ def draw_gates(batch: int, tokens: int, heads: int, shared: int) -> torch.Tensor
 
 
 def draw_mask(kind: str | None, batch: int, tokens: int, keys: int) -> torch.Tensor | None:
-    """Boolean masks with blind rows."""
+    """Return a boolean mask with some rows that hide every key, or None."""
     if kind is None:
         return None
     if kind == "random":
@@ -73,7 +73,7 @@ def draw_mask(kind: str | None, batch: int, tokens: int, keys: int) -> torch.Ten
 def weighted_values(
     inputs: Sequence[torch.Tensor], visible: torch.Tensor, bias: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Attention (B, T, H, d) in float64; zeros where a row sees no key."""
+    """Return attention outputs (B, T, H, d) in float64; zeros for rows without visible keys."""
     query, *cached = inputs
     key, value = (x.double().repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in cached)
     logits = query.double() @ key.transpose(2, 3) * SCALING + bias
@@ -85,7 +85,7 @@ def weighted_values(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", MIXTURE)
 def test_mixture(case: str, dtype: torch.dtype) -> None:
-    """Outputs and gradients are those of attention with the outputs of gates of zero left out."""
+    """Outputs and gradients equal those of dense attention with outputs of gates 0 zeroed."""
     defaults: dict[str, Any] = {
         "batch": 1,
         "sizes": (70, 70),
@@ -100,30 +100,32 @@ def test_mixture(case: str, dtype: torch.dtype) -> None:
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     mask, gates = draw_mask(kind, batch, tokens, keys), draw_gates(batch, tokens, heads[0], shared)
     assert cpu_mixture.mixture_eligible(*inputs, mask, 0.0, gates, shared, {})
-    found, weights = cpu_mixture.mixture_attention(
+    output, weights = cpu_mixture.mixture_attention(
         layer(heads, causal), *inputs, mask, SCALING, gates=gates, shared_heads=shared, active_heads=2
     )
     visible = torch.ones(tokens, keys, dtype=torch.bool)
     visible = mask if mask is not None else visible.tril() if causal else visible
     expected = weighted_values(inputs, visible) * gates.unsqueeze(-1)
-    given = torch.randn_like(expected)
-    pairs = [(found, expected)]
+    grad_output = torch.randn_like(expected)
+    pairs = [(output, expected)]
     pairs += zip(
-        torch.autograd.grad(found, inputs, given.to(dtype)), torch.autograd.grad(expected, inputs, given), strict=True
+        torch.autograd.grad(output, inputs, grad_output.to(dtype)),
+        torch.autograd.grad(expected, inputs, grad_output),
+        strict=True,
     )
     assert weights is None
-    assert not found[gates == 0].any()
+    assert not output[gates == 0].any()
     for ours, plain in pairs:
         assert torch.allclose(ours.double(), plain.double(), atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.usefixtures("small")
 def test_mixture_gives_first_derivatives_alone() -> None:
-    """A second derivative is refused, not wrong."""
+    """A second derivative raises an error instead of being wrong."""
     query, key, value = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
     gates = draw_gates(1, 20, 3, 0)[..., :2]
-    found = cpu_mixture.mixture_attention(layer((2, 2)), query, key, value, None, SCALING, gates=gates)[0]
-    first = torch.autograd.grad(found.square().sum(), query, create_graph=True)[0]
+    output = cpu_mixture.mixture_attention(layer((2, 2)), query, key, value, None, SCALING, gates=gates)[0]
+    first = torch.autograd.grad(output.square().sum(), query, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="derivative"):
         torch.autograd.grad(first.sum(), query)
 
@@ -148,7 +150,7 @@ def mixture_fits(
     value_dim: int = 8,
     options: dict[str, Any] | None = None,
 ) -> bool:
-    """Whether a call with 16 tokens and 4 heads is eligible."""
+    """Whether a call with 16 tokens, 4 heads and the given changes is eligible for the kernel."""
     query, key = torch.zeros(2, 1, 4, 16, 8, dtype=dtype)
     value = torch.zeros(1, 4, 16, value_dim, dtype=dtype)
     gates = torch.zeros(1, 16, 4) if gates is None else gates
@@ -157,7 +159,7 @@ def mixture_fits(
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_mixture_conditions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each condition alone rules a call out."""
+    """Each condition alone makes a call ineligible."""
     assert not mixture_fits()
     monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 16)
     assert mixture_fits()
@@ -169,31 +171,31 @@ def test_mixture_conditions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mixture_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gates, or where the call does not fit, the stock function attends."""
+    """Without gates, or if the call is not eligible, the stock function runs."""
     query, key, value = torch.randn(3, 1, 4, 16, 8)
     stock = cpu_mixture.sdpa_attention_forward(layer((4, 4)), query, key, value, None, scaling=SCALING)[0]
     for gates in (None, torch.zeros(1, 16, 4)):
-        found = cpu_mixture.mixture_attention(layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
-        assert torch.equal(found, stock)
+        output = cpu_mixture.mixture_attention(layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
+        assert torch.equal(output, stock)
 
 
 def test_tracing_is_noticed() -> None:
-    """By torch.func and by torch.jit."""
-    seen: list[bool] = [is_tracing()]
+    """Tracing by torch.func and by torch.jit is detected."""
+    traced: list[bool] = [is_tracing()]
 
     def noted(x: torch.Tensor) -> torch.Tensor:
-        seen.append(is_tracing())
+        traced.append(is_tracing())
         return x.sum()
 
     torch.func.grad(noted)(torch.ones(2))
     torch.jit.trace(noted, torch.ones(2), check_trace=False)
-    assert seen == [False, True, True]
+    assert traced == [False, True, True]
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("small")
 def test_compiled_mixture_is_stock() -> None:
-    """One graph, without the gates."""
+    """The compiled call is one graph of the stock function, without the kernel."""
     (query, key, value), module = torch.randn(3, 1, 4, 16, 8), layer((4, 4))
 
     def attend(gates: torch.Tensor) -> torch.Tensor:
@@ -212,7 +214,7 @@ def explicit_call(
     mask: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Query, components as a cache holds them, and the options of a call; a blind sequence where there is a mask."""
+    """Return query, cached components, and options of a call; with a mask and a batch, one sequence has no key."""
     torch.manual_seed(0)
     query_heads, combined, components = heads
     query = torch.randn(batch, query_heads, tokens, 16, dtype=dtype)
@@ -237,10 +239,10 @@ def explicit_call(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", EXPLICIT)
 def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs are those of combined heads."""
+    """Outputs equal those of attention over combined heads."""
     (query, *cached), options = explicit_call(**EXPLICIT[case], dtype=dtype)
     monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", None)
-    found, weights = cpu_explicit.explicit_attention(layer((8, 4)), query, *cached, **options)
+    output, weights = cpu_explicit.explicit_attention(layer((8, 4)), query, *cached, **options)
     maps = (options["key_map"], options["value_map"])
     combined = [torch.einsum("ij,bjsd->bisd", *both) for both in zip(maps, cached, strict=True)]
     mask, bias = options["attention_mask"], torch.zeros(())
@@ -250,9 +252,9 @@ def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     expected = weighted_values([query, *combined], visible, bias)
     sees = visible.any(-1).all(1).expand(len(query), query.shape[2])  # (B, T)
     assert weights is None
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    assert torch.allclose(found.double()[sees], expected[sees], atol=10 * TOLERANCE[dtype], rtol=0)
+    assert output.shape == expected.shape
+    assert output.isfinite().all()
+    assert torch.allclose(output.double()[sees], expected[sees], atol=10 * TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.usefixtures("small")
@@ -260,7 +262,7 @@ def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     "case", ("gradients", "half precision", "normed keys", "keys alone", "groups", "another", "busy threads")
 )
 def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call does not fit, the plain function gets it."""
+    """Calls that are not eligible are passed to the plain function."""
     inputs, options = explicit_call(dtype=torch.bfloat16 if case == "half precision" else torch.float32)
     if case == "gradients":
         inputs[0].requires_grad_()
@@ -274,7 +276,7 @@ def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None
             "another": {"implementation": "flash_attention_2"},
         }
         options |= changes[case]
-    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *given, **options: (given, options))
-    (*_, scaling), given = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
+    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *arguments, **options: (arguments, options))
+    (*_, scaling), arguments = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
     assert scaling == SCALING
-    assert given["key_map"] is options["key_map"]
+    assert arguments["key_map"] is options["key_map"]

@@ -1,4 +1,4 @@
-"""Attention layers of encoders that also skip projections: the same outputs, and where the plain forward stays."""
+"""The CPU layer of encoders that skips projections of unselected heads: same outputs, and when it is not used."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,21 +17,21 @@ HALF = {"active_heads": 2, "shared_heads": 1}
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Skip in short sequences, and note the tokens of each call."""
-    seen: list[int] = []
+    """Enable the sparse layer for short sequences; yields the number of tokens of each of its calls."""
+    token_counts: list[int] = []
     skip = cpu_mixture_layer.mixture_layer
 
     def noted(layer: Any, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        seen.append(hidden.shape[1])
+        token_counts.append(hidden.shape[1])
         return skip(layer, hidden, gates)
 
     monkeypatch.setattr(cpu_mixture_layer, "mixture_layer", noted)
     monkeypatch.setattr(cpu_mixture_layer, "LEAST_TOKENS", 2)
-    yield seen
+    yield token_counts
 
 
 def classifier(mixture: dict[str, Any], backbone: str = "ViT", **changes: Any) -> Any:
-    """A tiny image classifier in float64."""
+    """Return a tiny image classifier in float64."""
     config_class = getattr(crosshead, f"Crosshead{backbone}Config")
     config = config_class(**IMAGE_SIZES, mixers={"mixture": mixture}, **changes)
     config._attn_implementation = "sdpa"
@@ -47,12 +47,12 @@ def classifier(mixture: dict[str, Any], backbone: str = "ViT", **changes: Any) -
 def test_outputs_are_those_of_the_plain_forward(options: dict[str, Any], backbone: str, calls: list[int]) -> None:
     model = classifier(options, backbone)
     plain = model(IMAGES.double(), output_head_router_scores=True)
-    assert calls == []  # gradients were wanted
+    assert calls == []  # not used with gradients
     with torch.inference_mode():
-        found = model(IMAGES.double(), output_head_router_scores=True)
+        outputs = model(IMAGES.double(), output_head_router_scores=True)
     assert len(calls) == 2
-    assert plain.logits.abs().max() > 0.1 and (found.logits - plain.logits).abs().max() < 1e-12
-    for mine, theirs in zip(found.head_router_scores, plain.head_router_scores, strict=True):
+    assert plain.logits.abs().max() > 0.1 and (outputs.logits - plain.logits).abs().max() < 1e-12
+    for mine, theirs in zip(outputs.head_router_scores, plain.head_router_scores, strict=True):
         assert (mine - theirs).abs().max() < 1e-12
 
 
@@ -76,7 +76,7 @@ def _hook(model: Any) -> None:
 
 def _wrap(model: Any) -> None:
     class Wrapped(nn.Linear):
-        """As an adapter's."""
+        """A wrapped projection, like those of adapters."""
 
     for layer in model.base_model.layers:
         layer.attention.o_proj.__class__ = Wrapped
@@ -101,16 +101,16 @@ def test_other_calls_take_the_plain_forward(change: Callable[[Any], None], calls
 
 @pytest.mark.parametrize("options", [{"active_heads": 2, "router": "query_norm"}, {"active_heads": 3}])
 def test_where_skipping_does_not_pay(options: dict[str, Any], calls: list[int]) -> None:
-    """The query_norm router reads all queries; three quarters of the heads cost as much as all."""
+    """Not used with the query_norm router, which reads all queries, nor with 3 of 4 heads, which saves nothing."""
     model = classifier(options)
     with torch.no_grad():
-        found = model(IMAGES.double(), output_head_router_scores=True)
-    assert calls == [] and len(found.head_router_scores) == 2
+        outputs = model(IMAGES.double(), output_head_router_scores=True)
+    assert calls == [] and len(outputs.head_router_scores) == 2
 
 
 @pytest.mark.compile
 def test_compiled(calls: list[int]) -> None:
-    """The compiler follows the plain forward, in one graph."""
+    """Compilation traces the plain forward, in one graph."""
     model = classifier(HALF)
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)(IMAGES.double()).logits
@@ -119,7 +119,7 @@ def test_compiled(calls: list[int]) -> None:
 
 
 def test_published_models_have_the_plain_forward() -> None:
-    """The kernels change the class that crosshead installs, and its signature stays."""
+    """Kernels wrap the forward of the installed class only; published models have the plain forward."""
     attend = crosshead.modeling.encoder.EncoderAttention.forward
     assert attend.__wrapped__.__module__ == "crosshead.modeling.encoder"
     assert not hasattr(attend.__wrapped__, "__wrapped__")

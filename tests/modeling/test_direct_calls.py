@@ -1,6 +1,6 @@
-"""An attention layer that is called by itself: no positions, no cache, both directions, other keys, position biases.
+"""Direct calls of an attention layer: without RoPE or cache, bidirectional, cross-attention, position biases.
 
-So encoders and encoder-decoder models use it. Outputs and gradients equal those of a plain reference in float64.
+Encoders and encoder-decoder models call it in these ways. Outputs and gradients equal a plain reference in float64.
 """
 
 from typing import Any
@@ -62,22 +62,22 @@ class Call:
         self.inputs = draw(2, queries, SIZES["hidden_size"]).requires_grad_()
         self.others = draw(2, others, SIZES["hidden_size"]).requires_grad_() if others else None
         self.bias = draw(1, bias, queries, keys).requires_grad_() if bias else None
-        self.seen = torch.ones(2, 1, queries, keys, dtype=torch.bool)
+        self.allowed = torch.ones(2, 1, queries, keys, dtype=torch.bool)
         if causal:
-            self.seen = self.seen.tril()
+            self.allowed = self.allowed.tril()
         if masked:
-            self.seen[1, :, :, 1:3] = False
-        self.mask = self.seen if masked else None
+            self.allowed[1, :, :, 1:3] = False
+        self.mask = self.allowed if masked else None
         angles = torch.arange(queries)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03] * 2, dtype=torch.float64)
         self.positions = (angles.cos()[None], angles.sin()[None]) if positions else None
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gradients are wanted of."""
+        """Tensors whose gradients are compared."""
         return [x for x in (self.inputs, self.others, self.bias) if x is not None]
 
     def ours(self, attention: Any) -> Tensor:
-        """The layer's outputs."""
+        """Return the output of the layer under test (B, T, hidden)."""
         attention.is_causal = self.causal
         options = {"key_value_states": self.others, "position_bias": self.bias}
         output: Tensor = attention(self.inputs, self.positions, self.mask, **options)[0]
@@ -85,7 +85,7 @@ class Call:
 
 
 def plain(call: Call, layer: Any, mixers: dict[str, dict[str, Any]]) -> Tensor:
-    """The same, step by step."""
+    """Return the output of the plain reference (B, T, hidden), computed step by step."""
     weights = dict(layer.named_parameters())
     source = call.inputs if call.others is None else call.others
     q, k, v = (
@@ -127,7 +127,7 @@ def _sides(key: Tensor, value: Tensor) -> tuple[tuple[str, Tensor], ...]:
 
 
 def knocked(x: Tensor, side: str, weights: dict[str, Tensor]) -> Tensor:
-    """Heads behind the shared map of a side, if it has one."""
+    """Return heads after the `knocking` map of a side ("query", "key", "value"), or unchanged if it has none."""
     name = f"mixers.knocking.{side}"
     if f"{name}.weight" in weights:
         return x @ weights[f"{name}.weight"].T
@@ -140,28 +140,28 @@ def knocked(x: Tensor, side: str, weights: dict[str, Tensor]) -> Tensor:
 def attended(
     call: Call, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], talking: bool, source: Tensor
 ) -> Tensor:
-    """The weights of attention (B, H, T, S)."""
+    """Return the attention weights (B, H, T, S)."""
     logits = q @ k.mT / SIZE**0.5
     logits = logits if call.bias is None else logits + call.bias
     if talking:
-        made = call.inputs @ weights["mixers.talking.query_logits.weight"].T
-        maps = weights["mixers.talking.logits.weight"] + made.unflatten(-1, (HEADS, HEADS))
+        dynamic = call.inputs @ weights["mixers.talking.query_logits.weight"].T
+        maps = weights["mixers.talking.logits.weight"] + dynamic.unflatten(-1, (HEADS, HEADS))
         logits = torch.einsum("btij,bjts->bits", maps, logits)
-    found = logits.masked_fill(~call.seen, -torch.inf).softmax(-1)
+    attention_weights = logits.masked_fill(~call.allowed, -torch.inf).softmax(-1)
     if talking:
-        made = source @ weights["mixers.talking.key_weights.weight"].T
-        maps = weights["mixers.talking.weights.weight"] + made.unflatten(-1, (HEADS, HEADS))
-        found = torch.einsum("bsij,bjts->bits", maps, found)
-    return found
+        dynamic = source @ weights["mixers.talking.key_weights.weight"].T
+        maps = weights["mixers.talking.weights.weight"] + dynamic.unflatten(-1, (HEADS, HEADS))
+        attention_weights = torch.einsum("bsij,bjts->bits", maps, attention_weights)
+    return attention_weights
 
 
-def subtracted(found: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Differential outputs in layer 0, whose `lambda_init` is 0.2."""
+def subtracted(attention_weights: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Return differential outputs (B, T, H / 2, 2 d) in layer 0, whose `lambda_init` is 0.2."""
     first, second = (
         (weights[f"mixers.differential.lambda_q{i}"] @ weights[f"mixers.differential.lambda_k{i}"]).exp()
         for i in (1, 2)
     )
-    difference = found[:, 0::2] - (first - second + 0.2) * found[:, 1::2]
+    difference = attention_weights[:, 0::2] - (first - second + 0.2) * attention_weights[:, 1::2]
     output = difference @ torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
     return 0.8 * functional.rms_norm(output, (2 * SIZE,), eps=1e-6).transpose(1, 2)
 
@@ -170,21 +170,21 @@ def subtracted(found: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("case", MIXERS)
 def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
-    """Of layers with biases in their projections, and with normed queries and keys."""
+    """Covers layers with projection biases (Qwen2) and with QK norm (Qwen3)."""
     call = Call(**CALLS[kind])
-    # "eager" applies no causal mask of its own, as in stock layers. A position bias is made into one that is causal,
-    # except for talking heads, which add the bias before their first map.
+    # "eager" applies no implicit causal mask, like stock layers. A position bias is merged with a causal mask, except
+    # for talking heads, which add the bias before their first map.
     if implementation == "eager" and call.mask is None and (call.bias is None or "talking" in MIXERS[case]):
-        call.mask = call.seen
+        call.mask = call.allowed
     for backbone in ("Qwen2", "Qwen3"):
         layer = mixed_model(backbone, MIXERS[case], implementation).double().model.layers[0].self_attn
         leaves = [*call.leaves, *layer.parameters()]
-        found, expected = call.ours(layer), plain(call, layer, MIXERS[case])
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-        direction = torch.linspace(0.5, 1.5, found.numel(), dtype=torch.float64).view_as(found)
-        wanted = torch.autograd.grad((expected * direction).sum(), leaves, allow_unused=True)
-        gradients = torch.autograd.grad((found * direction).sum(), leaves, allow_unused=True)
-        for ours, theirs in zip(gradients, wanted, strict=True):
+        output, expected = call.ours(layer), plain(call, layer, MIXERS[case])
+        torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+        direction = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).view_as(output)
+        expected_gradients = torch.autograd.grad((expected * direction).sum(), leaves, allow_unused=True)
+        gradients = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
+        for ours, theirs in zip(gradients, expected_gradients, strict=True):
             assert ours is not None or theirs is None or theirs.abs().max() == 0
             if ours is not None and theirs is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)

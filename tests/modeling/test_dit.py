@@ -1,4 +1,4 @@
-"""DiT with mechanisms: beside the papers' equations, beside the stock model, in training."""
+"""DiT with mechanisms: compared with the oracle and the stock model, and in training."""
 
 import copy
 from functools import partial
@@ -36,22 +36,22 @@ for_each_case = pytest.mark.parametrize("case", CASES)
 
 
 def oracle_mixers(model: CrossheadDiTTransformer2DModel) -> list[dict[str, Any]]:
-    """Complete options of each block."""
+    """Return the complete mechanism options of each block."""
     return [model.mixers_of_layer(block) for block in range(SIZES["num_layers"])]
 
 
 def denoising_loss(model: Any, rows: slice = slice(None)) -> torch.Tensor:
-    """The training loss at fixed noise."""
+    """Return the training loss with fixed noise for some rows of LATENTS."""
     output = model(LATENTS[rows], TIMES[rows], LABELS[rows])
     noise = torch.randn(output.sample.shape, generator=torch.Generator().manual_seed(rows.start or 0))
     return functional.mse_loss(output.sample, noise.to(output.sample)) + output.auxiliary_loss
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """A copy of all gradients, which are cleared."""
-    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    """Return a copy of all gradients by name, and clear them in the model."""
+    grads = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad()
-    return found
+    return grads
 
 
 @for_each_case
@@ -69,8 +69,8 @@ def test_block_follows_the_oracle(case: str) -> None:
     assert (ours - truth).abs().max() < OUTPUT_TOLERANCE
     direction = torch.randn(truth.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     named = {"inputs": inputs, **weights}
-    found = [torch.autograd.grad((each * direction).sum(), list(named.values())) for each in (ours, truth)]
-    for name, one, other in zip(named, *found, strict=True):
+    results = [torch.autograd.grad((output * direction).sum(), list(named.values())) for output in (ours, truth)]
+    for name, one, other in zip(named, *results, strict=True):
         assert (one - other).abs().max() < GRADIENT_TOLERANCE, name
 
 
@@ -82,13 +82,13 @@ def test_model_follows_the_oracle(mixers: dict[str, Any]) -> None:
     weights, routing = dict(model.named_parameters()), []
     for row in range(2):
         image, time, label = LATENTS[row].double(), int(TIMES[row]), int(LABELS[row])
-        truth, found = dit_oracle.model(image, time, label, weights, model.config, oracle_mixers(model))
+        truth, block_routing = dit_oracle.model(image, time, label, weights, model.config, oracle_mixers(model))
         assert truth.abs().max() > 0.1
         assert (output.sample[row] - truth).abs().max() < OUTPUT_TOLERANCE
-        routing.append(found)
+        routing.append(block_routing)
     if mixers:
         for index, scores in enumerate(output.head_router_scores):
-            truth = torch.stack([found[index]["probabilities"] for found in routing])
+            truth = torch.stack([block_routing[index]["probabilities"] for block_routing in routing])
             assert (scores - truth).abs().max() < OUTPUT_TOLERANCE
 
 
@@ -107,7 +107,7 @@ def test_balance_loss_follows_the_oracle() -> None:
         for row in range(2)
     ]
     names, blocks = ("probabilities", "selected"), range(SIZES["num_layers"])
-    layers = [tuple(torch.stack([found[i][name] for found in routing]) for name in names) for i in blocks]
+    layers = [tuple(torch.stack([sample[i][name] for sample in routing]) for name in names) for i in blocks]
     truth = oracle_routing.balance_loss(layers, torch.ones(2, 9))
     assert (output.balance_loss - truth).abs() < OUTPUT_TOLERANCE
     assert torch.allclose(output.auxiliary_loss, 0.01 * output.balance_loss)
@@ -117,7 +117,7 @@ def test_balance_loss_follows_the_oracle() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_neutral_start_is_the_stock_model(dtype: torch.dtype) -> None:
-    """With a head size whose root is no power of two."""
+    """Uses a head size whose square root is no power of two, so that rounding of the scaling would be visible."""
     stock = stock_dit(attention_head_dim=12).to(dtype)
     for name in ACCEPTED:
         for mixers in [{}, *NEUTRAL[name]]:
@@ -132,18 +132,18 @@ def test_same_seed_gives_the_stock_weights() -> None:
     stock = DiTTransformer2DModel(**SIZES).state_dict()
     torch.manual_seed(4)
     ours = CrossheadDiTTransformer2DModel(**SIZES, mixers=MIXTURE).state_dict()
-    assert all(torch.equal(ours[name], each) for name, each in stock.items())
+    assert all(torch.equal(ours[name], tensor) for name, tensor in stock.items())
 
 
 @for_each_case
 def test_every_new_parameter_gets_a_gradient(case: str) -> None:
     model = our_dit(CASES[case]).train()
     denoising_loss(model).backward()
-    found = gradients(model)
+    grads = gradients(model)
     new = [name for name, _ in model.named_parameters() if ".mixers." in name]
     assert new or CASES[case]["mixture"]["router"] == "query_norm"
-    still = [name for name in new if found[name].abs().max() == 0]
-    assert still == []
+    without_gradient = [name for name in new if grads[name].abs().max() == 0]
+    assert without_gradient == []
 
 
 @pytest.mark.parametrize("case", ["mixture", "query norms"])
@@ -153,14 +153,14 @@ def test_checkpointing_changes_no_gradient(case: str) -> None:
     plain = gradients(model)
     model.enable_gradient_checkpointing()
     denoising_loss(model).backward()
-    assert all(torch.equal(each, plain[name]) for name, each in gradients(model).items())
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(model).items())
     model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=True))
     with pytest.raises(ValueError, match="use_reentrant=True"):
         denoising_loss(model)
 
 
 def test_losses_of_accumulated_calls_are_their_mean() -> None:
-    """Each call has its own balance loss; nothing is left over from the one before."""
+    """Each call has its own balance loss; no router scores remain from the previous call."""
     model = our_dit(MIXTURE)
     halves = [slice(0, 1), slice(1, 2)]
     for rows in halves:
@@ -171,8 +171,8 @@ def test_losses_of_accumulated_calls_are_their_mean() -> None:
         fresh = our_dit(MIXTURE)
         denoising_loss(fresh, rows).backward()
         alone.append(gradients(fresh))
-    for name, each in accumulated.items():
-        assert torch.allclose(each, (alone[0][name] + alone[1][name]) / 2, atol=1e-7), name
+    for name, gradient in accumulated.items():
+        assert torch.allclose(gradient, (alone[0][name] + alone[1][name]) / 2, atol=1e-7), name
     with torch.no_grad():
         silent = model(LATENTS, TIMES, LABELS)
     assert silent.auxiliary_loss is silent.balance_loss is silent.head_router_scores is None
@@ -193,7 +193,7 @@ def test_half_precision() -> None:
         assert (model(LATENTS, TIMES, LABELS).sample - exact).abs().max() < 0.2 * exact.abs().max()
     half = model.bfloat16()(LATENTS.bfloat16(), TIMES, LABELS, output_head_router_scores=True)
     assert half.sample.dtype == torch.bfloat16
-    assert {each.dtype for each in half.head_router_scores} == {torch.float32}
+    assert {scores.dtype for scores in half.head_router_scores} == {torch.float32}
 
 
 @pytest.mark.compile
@@ -206,9 +206,9 @@ def test_compiled_as_a_whole_and_by_blocks() -> None:
         block.compile(backend="aot_eager", fullgraph=True)
     for compiled in (torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True), by_blocks):
         denoising_loss(compiled).backward()
-        found = {name.removeprefix("_orig_mod."): each for name, each in gradients(compiled).items()}
-        assert all(torch.allclose(each, plain[name], atol=1e-6) for name, each in found.items())
-        assert found.keys() == plain.keys()
+        grads = {name.removeprefix("_orig_mod."): gradient for name, gradient in gradients(compiled).items()}
+        assert all(torch.allclose(gradient, plain[name], atol=1e-6) for name, gradient in grads.items())
+        assert grads.keys() == plain.keys()
 
 
 def test_averaged_weights_have_the_routers(tmp_path: Any) -> None:

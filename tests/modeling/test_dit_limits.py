@@ -1,4 +1,4 @@
-"""Which mixers DiT takes, what it refuses, and how many parameters it has."""
+"""DiT: accepted and refused mixers, refused processors, and parameter counts."""
 
 import copy
 import subprocess
@@ -17,7 +17,7 @@ from dit_toys import LABELS, LATENTS, MIXTURE, SIZES, TIMES, our_dit
 from measure import training_tables
 
 PAPER = {"S/2": (33, 33), "B/2": (130, 131), "L/2": (458, 459), "XL/2": (675, 676)}
-"""Millions of parameters of DiT and MoH-DiT (MoH, table 2)."""
+"""Millions of parameters of DiT and MoH-DiT (MoH, table 2), per model size."""
 
 
 @pytest.mark.parametrize("name", PAPER)

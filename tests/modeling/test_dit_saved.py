@@ -1,4 +1,4 @@
-"""DiT with mechanisms in folders and in pipelines: saved, loaded, and loaded without crosshead."""
+"""DiT with mechanisms: saving and loading of models and pipelines, with and without crosshead."""
 
 import json
 import os
@@ -23,12 +23,12 @@ ORDERED: dict[str, Any] = {
     "knocking": {"layers": [1]},
     "gating": {"layers": [0]},
 }
-"""Not in the order of the alphabet, and different in each block."""
+"""Mechanisms in non-alphabetical order that differ per block."""
 
 
 @torch.no_grad()
 def prediction(model: Any) -> torch.Tensor:
-    """For fixed noisy latents."""
+    """Return the model's prediction for fixed noisy latents."""
     return model(LATENTS.to(model.dtype), TIMES, LABELS).sample
 
 
@@ -45,7 +45,7 @@ def test_saved_models_load(mixers: dict[str, Any], dtype: torch.dtype, size: str
     assert list(config["mixers"]) == list(mixers)  # in the order given
     assert config["mixers"] == model.mixers
     loaded = CrossheadDiTTransformer2DModel.from_pretrained(tmp_path, torch_dtype=dtype)
-    # The positions are not saved: the library makes them anew, in float32.
+    # Position embeddings are not saved: diffusers recomputes them in float32.
     assert torch.equal(prediction(loaded.to(dtype)), prediction(model))
     assert json.loads(loaded.to_json_string()) == config | {"_name_or_path": str(tmp_path)}
 
@@ -55,10 +55,10 @@ def test_stock_checkpoints_load_with_new_mechanisms(at_once: bool, tmp_path: Pat
     stock = stock_dit()
     stock.save_pretrained(tmp_path)
     load = CrossheadDiTTransformer2DModel.from_pretrained
-    neutral, found = load(tmp_path, mixers=NEUTRAL, low_cpu_mem_usage=at_once, output_loading_info=True)
+    neutral, report = load(tmp_path, mixers=NEUTRAL, low_cpu_mem_usage=at_once, output_loading_info=True)
     assert torch.equal(prediction(neutral), prediction(stock))
-    assert all(".mixers.mixture." in name for name in found["missing_keys"])
-    assert len(found["missing_keys"]) == 6
+    assert all(".mixers.mixture." in name for name in report["missing_keys"])
+    assert len(report["missing_keys"]) == 6
     half = load(tmp_path, mixers=MIXTURE, low_cpu_mem_usage=at_once, torch_dtype=torch.bfloat16)
     for name, parameter in half.named_parameters():
         assert parameter.dtype == torch.bfloat16
@@ -81,10 +81,10 @@ def test_pipelines_sample_the_same_images_from_a_neutral_start() -> None:
     stock = made.transformer
     expected = {guidance: samples(made, guidance) for guidance in (4.0, 1.0)}
     made.transformer = CrossheadDiTTransformer2DModel.from_transformer(stock, NEUTRAL)
-    assert all(torch.equal(samples(made, guidance), each) for guidance, each in expected.items())
+    assert all(torch.equal(samples(made, guidance), images) for guidance, images in expected.items())
     with pytest.raises(ValueError, match="set_processor"):
         made.disable_xformers_memory_efficient_attention()
-    made.enable_attention_slicing()  # DiT has none, and the library leaves it alone
+    made.enable_attention_slicing()  # has no effect on DiT
     assert torch.equal(samples(made), expected[4.0])
     made.transformer = CrossheadDiTTransformer2DModel.from_transformer(stock, MIXTURE)
     assert (samples(made) - expected[4.0]).abs().max() > 0.01

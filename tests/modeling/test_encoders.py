@@ -1,4 +1,4 @@
-"""Encoders: mechanisms without a causal mask, and task heads whose loss includes the losses of mechanisms."""
+"""Encoders: mechanisms without a causal mask, and task heads whose loss includes the mechanisms' losses."""
 
 import os
 import sys
@@ -37,19 +37,19 @@ TASKS = {
     "QuestionAnswering": "start_logits",
     "PreTraining": "prediction_logits",
 }
-"""The heads -> an output of each."""
+"""Task head -> name of its logits output."""
 SECOND_HEAD = {
     "Bert": ("next_sentence_label", "seq_relationship_logits"),
     "Albert": ("sentence_order_label", "sop_logits"),
 }
-"""The label and the output of the head beside the masked language model's."""
+"""Label argument and logits output of the second pretraining head."""
 MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
 NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
-"""The names of projections in checkpoints -> those of the oracle."""
+"""Names of projections in checkpoints -> names in the oracle."""
 
 
 def attention_of(model: Any) -> Any:
-    """The last attention layer."""
+    """Return the attention module of the last layer."""
     _, parent, name = [*model.base_model._attention_places()][-1]
     return getattr(parent, name)
 
@@ -78,8 +78,8 @@ def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
     truth = gradients(expected, named)
     for backend in ("eager", "sdpa"):
         model.set_attn_implementation(backend)
-        given = additive(allowed) if backend == "eager" else allowed[:, None]
-        output, _ = attention(inputs, attention_mask=given)
+        mask = additive(allowed) if backend == "eager" else allowed[:, None]
+        output, _ = attention(inputs, attention_mask=mask)
         assert (output - expected).abs().max() < OUTPUT_TOLERANCE, backend
         for name, gradient in gradients(output, named).items():
             assert (gradient - truth[name]).abs().max() < GRADIENT_TOLERANCE, (backend, name)
@@ -145,11 +145,11 @@ def test_two_heads_without_mechanisms_are_the_stock_ones(backbone: str, tmp_path
     config = getattr(transformers, f"{backbone}Config")(**ENCODER_SIZES, **EXTRA_SIZES.get(backbone, {}))
     stock = lopsided(getattr(transformers, f"{backbone}ForPreTraining")(config)).eval()
     stock.save_pretrained(tmp_path)
-    kind = getattr(crosshead, f"Crosshead{backbone}ForPreTraining")
-    ours, given = kind.from_pretrained(tmp_path).eval(), {"labels": tokens(seed=3), label: torch.tensor([0, 1])}
-    found, expected = ours(tokens(), attention_mask=MASK, **given), stock(tokens(), attention_mask=MASK, **given)
+    ours_class = getattr(crosshead, f"Crosshead{backbone}ForPreTraining")
+    ours, labels = ours_class.from_pretrained(tmp_path).eval(), {"labels": tokens(seed=3), label: torch.tensor([0, 1])}
+    output, expected = ours(tokens(), attention_mask=MASK, **labels), stock(tokens(), attention_mask=MASK, **labels)
     for name in ("loss", "prediction_logits", logits):
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(output[name], expected[name]), name
 
 
 @pytest.mark.parametrize("backbone", ENCODERS)
@@ -182,7 +182,7 @@ def test_checkpointing_gives_the_same_gradients(backbone: str, case: str) -> Non
 
 @pytest.mark.parametrize("backbone", ENCODERS)
 def test_the_trainer_accumulates_the_whole_loss(backbone: str, tmp_path: Path) -> None:
-    """Two steps of accumulation give the update of one batch of equal parts, balance loss included."""
+    """Accumulation over two micro-batches gives the same update as one batch, including the balance loss."""
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
     trained = []
     for size, steps in ((4, 1), (2, 2)):
@@ -207,7 +207,7 @@ def test_the_trainer_accumulates_the_whole_loss(backbone: str, tmp_path: Path) -
     for name, weight in trained[0].items():
         if ".mixers." in name:
             assert not torch.equal(weight, start[name]), name
-            # The balance loss is a product of means, so that of a batch is near the mean of its halves', not equal.
+            # The balance loss is a product of means: for a batch it is close, not equal, to the mean over its halves.
             assert functional.cosine_similarity(weight - start[name], trained[1][name] - start[name], 1).min() > 0.9
 
 
@@ -237,7 +237,7 @@ def test_refusals(backbone: str, mixers: dict[str, Any], changes: dict[str, Any]
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
 @torch.no_grad()
 def test_talking_with_any_number_of_heads(heads: int) -> None:
-    """Table 7 of the paper goes down to heads of one feature."""
+    """The paper's table 7 has up to as many heads as features, i.e. heads of size 1."""
     model = mixed_model("Bert", {"talking": {}}, backend="sdpa", num_attention_heads=heads)
     eager = mixed_model("Bert", {"talking": {}}, num_attention_heads=heads)
     assert (

@@ -1,4 +1,4 @@
-"""Serving engines, imitated: an attention that returns two dimensions, norms replaced by class, a parsed forward."""
+"""Imitates serving engines: attention with two-dimensional outputs, replaced RMSNorm classes, a parsed forward."""
 
 import ast
 import inspect
@@ -34,24 +34,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def calls() -> Iterator[list[int]]:
-    """The layers of each call of an attention that is registered as "vllm"."""
-    seen: list[int] = []
+    """Registers an attention function "vllm"; yields the layer index of each of its calls."""
+    layer_indices: list[int] = []
 
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         assert isinstance(module.layer_idx, int)
         assert (query.shape[1], key.shape[1]) == (4, 2) and key.shape == value.shape
-        seen.append(module.layer_idx)
+        layer_indices.append(module.layer_idx)
         options = {"scaling": options["scaling"], "is_causal": True}
         output, _ = sdpa_attention_forward(module, query, key, value, None, **options)
         return output.reshape(-1, output.shape[-2] * output.shape[-1]), None
 
     ALL_ATTENTION_FUNCTIONS._global_mapping["vllm"] = attend
-    yield seen
+    yield layer_indices
     del ALL_ATTENTION_FUNCTIONS._global_mapping["vllm"]
 
 
 class EngineRMSNorm(nn.Module):
-    """The norm of an engine, with the weight of the model's."""
+    """The RMSNorm of an engine, with the weight of the model's norm."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class EngineRMSNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> int:
-    """Each class whose name ends in RMSNorm by the engine's."""
+    """Replace every module whose class name ends in RMSNorm by the engine's norm; return their number."""
     replaced = 0
     for name, child in module.named_children():
         if type(child).__name__.endswith("RMSNorm"):
@@ -81,9 +81,9 @@ def test_same_logits(case: str, calls: list[int]) -> None:
     expected = model(ids, use_cache=False).logits
     assert replace_norms(model) >= 5
     model.config._attn_implementation = "vllm"
-    found = model(ids, use_cache=False, attention_mask=None).logits
+    logits = model(ids, use_cache=False, attention_mask=None).logits
     assert calls == [0, 1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mechanism", ("talking", "differential"))
@@ -107,18 +107,18 @@ def test_the_forward_has_the_pattern_that_engines_parse() -> None:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
-    found = [
+    interface_calls = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
-    assert len(names) == len(found) == 1
-    scaling = {word.arg: ast.unparse(word.value) for word in found[0].keywords}["scaling"]
+    assert len(names) == len(interface_calls) == 1
+    scaling = {word.arg: ast.unparse(word.value) for word in interface_calls[0].keywords}["scaling"]
     assert scaling == "self.scaling"
 
 
 def test_plans_of_tensor_parallelism() -> None:
-    """Attention is split in engines alone, and only where every mechanism can be."""
+    """Attention is sharded in engines only, and only if every mechanism supports it."""
     for mixers, splits in (
         ({"knocking": {}, "mixture": {"active_heads": 2}}, True),
         ({"mixture": {"active_heads": 2, "router": "query_norm"}}, False),

@@ -1,4 +1,4 @@
-"""The experts' balance loss where a batch is accumulated over several calls."""
+"""The experts' balance loss when a batch is accumulated over several calls."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ import torch
 from tiers import grid
 from toys import CASES, mixed_model, tokens
 
-WEIGHT = 8.0  # as large as the cross-entropy: counted per call, it would show
+WEIGHT = 8.0  # makes the balance loss as large as the cross-entropy, so that counting it per call is detected
 IGNORED = -100
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Four sequences, of which one predicts less than the others."""
+    """Return four sequences, one of which has fewer labels than the others."""
     ids = tokens(4, 9)
     labels = ids.clone()
     labels[3, 4:] = IGNORED
@@ -21,20 +21,20 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def predicted(labels: torch.Tensor) -> int:
-    """How many tokens are."""
+    """Return the number of predicted tokens."""
     return int(labels[:, 1:].ne(IGNORED).sum())
 
 
 def losses(model: Any, count: int) -> list[tuple[float, float, float]]:
-    """Of each of so many calls: the loss, the experts' balance loss, and the call's share of the batch."""
+    """Split the batch into `count` calls; return the loss, the experts' balance loss and the token share of each."""
     items = torch.tensor(predicted(batch()["labels"]))
     pieces = {name: values.chunk(count) for name, values in batch().items()}
-    found = []
+    results = []
     for index in range(count):
         part = {name: values[index] for name, values in pieces.items()}
         output = model(**part, num_items_in_batch=items, use_cache=False)
-        found.append((output.loss.item(), output.aux_loss.item(), predicted(part["labels"]) / items.item()))
-    return found
+        results.append((output.loss.item(), output.aux_loss.item(), predicted(part["labels"]) / items.item()))
+    return results
 
 
 @pytest.mark.parametrize(("case", "count"), grid(["knocking", "mixture"], [1, 2, 4], strength=1))
@@ -64,11 +64,11 @@ def test_generation_with_a_static_cache_passes_no_mask_of_padding(window: dict[s
     model = mixed_model("Qwen3Moe", CASES["mixture"], output_router_logits=True, **window)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     padding = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
-    found = [
+    generated = [
         model.generate(tokens(), attention_mask=padding, cache_implementation=cache, **options)
         for cache in ("static", "dynamic")
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*generated)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The bias on the choice of experts: against the equations, beside the stock router, and in what is saved."""
+"""The expert selection bias of Qwen3-MoE: compared with the equations and the stock router; saving and loading."""
 
 import copy
 import json
@@ -20,17 +20,17 @@ VALUES = torch.tensor([0.3, -0.4, 0.001, -0.2])
 
 
 def model_of(**changes: Any) -> Any:
-    """A toy whose biases are zero."""
+    """Return a toy with expert biases of zero."""
     return mixed_model("Qwen3Moe", {}, expert_bias=True, **changes)
 
 
 def routers(model: Any) -> list[BiasedRouter]:
-    """Of all layers."""
+    """Return the biased routers of all layers."""
     return [module for module in model.modules() if isinstance(module, BiasedRouter)]
 
 
 def biased(**changes: Any) -> Any:
-    """A toy whose biases change which experts are chosen."""
+    """Return a toy whose expert biases change the selected experts."""
     model = model_of(**changes)
     for index, router in enumerate(routers(model)):
         router.e_score_correction_bias.copy_(VALUES.roll(index))
@@ -38,7 +38,7 @@ def biased(**changes: Any) -> Any:
 
 
 def oracle(hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, normalised: bool) -> torch.Tensor:
-    """One block of experts, token by token, as the paper writes it: the bias chooses, the probabilities weigh."""
+    """Return the output of one MoE block, token by token: biased probabilities select, unbiased ones weigh."""
     rows = []
     for token in hidden:
         logits = block.gate.weight @ token
@@ -56,20 +56,20 @@ def oracle(hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, no
 @pytest.mark.parametrize("normalised", (True, False))
 @pytest.mark.parametrize("chosen", (1, 2, 3))
 def test_oracle(chosen: int, normalised: bool) -> None:
-    """Outputs and gradients; the library takes its softmax in float32, whatever the dtype."""
+    """Compares outputs and gradients; tolerances are those of float32, in which transformers computes the softmax."""
     model = biased(num_experts_per_tok=chosen, norm_topk_prob=normalised).double()
     model.set_experts_implementation("eager")
     block = model.model.layers[1].mlp
     hidden = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     direction = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     leaves = [hidden, *block.parameters()]
-    found = block(hidden[None])[0]
+    result = block(hidden[None])[0]
     truth = oracle(hidden, block, VALUES.roll(1).double(), chosen, normalised)
-    assert not torch.allclose(found, oracle(hidden, block, torch.zeros(4), chosen, normalised), rtol=1e-2)
-    assert (found - truth).abs().max() < 1e-6 * truth.abs().max()
-    both = [torch.autograd.grad((output * direction).sum(), leaves) for output in (found, truth)]
-    for ours, wanted in zip(*both, strict=True):
-        assert (ours - wanted).abs().max() <= 2e-6 * max(1.0, wanted.abs().max())
+    assert not torch.allclose(result, oracle(hidden, block, torch.zeros(4), chosen, normalised), rtol=1e-2)
+    assert (result - truth).abs().max() < 1e-6 * truth.abs().max()
+    both = [torch.autograd.grad((output * direction).sum(), leaves) for output in (result, truth)]
+    for ours, expected in zip(*both, strict=True):
+        assert (ours - expected).abs().max() <= 2e-6 * max(1.0, expected.abs().max())
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -83,9 +83,9 @@ def test_without_a_bias_it_is_the_stock_model(normalised: bool, dtype: torch.dty
     assert all(map(torch.equal, ours.router_logits, stock.router_logits))
     for output in (stock, ours):
         output.loss.backward()
-    wanted = dict(models[0].named_parameters())
+    stock_parameters = dict(models[0].named_parameters())
     for name, parameter in models[1].named_parameters():
-        assert torch.equal(parameter.grad, wanted[name].grad), name
+        assert torch.equal(parameter.grad, stock_parameters[name].grad), name
 
 
 def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_layers_without_experts_have_none() -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
 def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
-    """In float32 whatever the dtype, through an Auto class."""
+    """The bias is saved and loaded in float32 for every model dtype, through an Auto class."""
     biased().save_pretrained(tmp_path / "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
     model.save_pretrained(tmp_path / "saved")
@@ -148,10 +148,10 @@ def test_made_without_memory_and_in_another_dtype() -> None:
 def test_offloaded(tmp_path: Path) -> None:
     model = biased()
     model.save_pretrained(tmp_path)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     again = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map=places, offload_folder=tmp_path / "offloaded", attn_implementation="eager"
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offloaded", attn_implementation="eager"
     )
     with torch.no_grad():
         assert torch.equal(again(tokens()).logits, model(tokens()).logits)
@@ -164,7 +164,7 @@ def test_what_is_no_switch_is_refused(wrong: Any) -> None:
 
 
 def test_float32_where_tensors_are_made_in_another_dtype(monkeypatch):
-    """As inside DeepSpeed's `zero.Init`, whatever `dtype=` says."""
+    """DeepSpeed's `zero.Init` creates tensors in its own dtype and ignores `dtype=`."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*size, **options).bfloat16())
     assert {router.e_score_correction_bias.dtype for router in routers(biased())} == {torch.float32}

@@ -1,4 +1,4 @@
-"""Attention to components without combining them: outputs and gradients are the oracle's, nothing large is copied."""
+"""Attention over component heads without combining them: agrees with the oracle, and makes no large copies."""
 
 import math
 from typing import Any
@@ -19,19 +19,19 @@ from toys import CASES, mixed_model, tokens
 
 
 def assert_agrees(case: Case) -> None:
-    """Outputs, and gradients of a lopsided sum, where a query sees anything."""
+    """Assert that outputs, and gradients of a weighted sum, equal the oracle's for queries with visible keys."""
     for leaf in case.leaves:
         leaf.requires_grad_(True)
     ours, truth = case.ours(), case.truth()
-    seen = case.allowed.any(-1)
+    visible = case.allowed.any(-1)
     assert ours.isfinite().all()
-    assert torch.allclose(ours[seen], truth[seen], rtol=1e-10, atol=1e-10)
+    assert torch.allclose(ours[visible], truth[visible], rtol=1e-10, atol=1e-10)
     direction = (
-        torch.linspace(0.5, 1.5, truth.numel(), dtype=torch.float64).reshape(truth.shape) * seen[..., None, None]
+        torch.linspace(0.5, 1.5, truth.numel(), dtype=torch.float64).reshape(truth.shape) * visible[..., None, None]
     )
-    found = torch.autograd.grad((ours * direction).sum(), case.leaves)
+    gradients = torch.autograd.grad((ours * direction).sum(), case.leaves)
     expected = torch.autograd.grad((truth * direction).sum(), case.leaves)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(gradients, expected, strict=True):
         assert mine.isfinite().all()
         assert torch.allclose(mine, theirs, rtol=1e-8, atol=1e-9)
 
@@ -45,48 +45,48 @@ def test_random_shapes(seeds: range) -> None:
 @pytest.mark.parametrize("cases", first([60, 600]))
 @torch.no_grad()
 def test_single_precision_without_gradients(cases: int) -> None:
-    """As in decoding: the plain function, and the one that is registered here."""
+    """Without gradients, as in decoding: the plain function and the registered one (a CPU kernel) are checked."""
     for seed in range(cases):
         case = make(seed)
-        seen, exact = case.allowed.any(-1), case.plain(torch.float64)
+        visible, exact = case.allowed.any(-1), case.plain(torch.float64)
         for attend in (explicit_attention_forward, ALL_ATTENTION_FUNCTIONS["crosshead_explicit"]):
-            found = case.ours(torch.float32, attend)
-            assert found.isfinite().all()
-            torch.testing.assert_close(found[seen].double(), exact[seen], rtol=1e-4, atol=1e-4)
+            output = case.ours(torch.float32, attend)
+            assert output.isfinite().all()
+            torch.testing.assert_close(output[visible].double(), exact[visible], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cases", first([100, 500]))
 @torch.no_grad()
 def test_half_precision_is_as_close_as_eager_attention(cases: int) -> None:
-    """Over many shapes, for outputs alone can be lucky."""
+    """Compares mean errors over many shapes, since the error of a single case varies too much."""
     ours, eager = [], []
     for seed in range(cases):
         case = make(seed)
-        seen, exact = case.allowed.any(-1), case.plain(torch.float64)
-        for found, output in ((ours, case.ours(torch.bfloat16)), (eager, case.plain(torch.bfloat16))):
+        visible, exact = case.allowed.any(-1), case.plain(torch.float64)
+        for measured, output in ((ours, case.ours(torch.bfloat16)), (eager, case.plain(torch.bfloat16))):
             assert output.isfinite().all()
-            found.append((output - exact)[seen].abs().mean() / exact[seen].abs().mean())
-    errors = [torch.stack(found).nan_to_num().mean() for found in (ours, eager)]
+            measured.append((output - exact)[visible].abs().mean() / exact[visible].abs().mean())
+    errors = [torch.stack(measured).nan_to_num().mean() for measured in (ours, eager)]
     assert errors[0] < 1.5 * errors[1]
 
 
 @torch.no_grad()
 def test_long_padding() -> None:
-    """By both kinds of mask."""
+    """Padding is hidden by boolean and by additive masks."""
     keys = torch.randn(2, 2, 50, 4)
     allowed = (torch.arange(50) > 40).expand(2, 1, 1, -1)
     query, scalars = torch.randn(2, 3, 1, 4), torch.randn(3, 2)
     maps: dict[str, Any] = {"key_map": scalars, "value_map": scalars, "implementation": "sdpa"}
     for mask in (allowed, torch.zeros(2, 1, 1, 50).masked_fill(~allowed, -math.inf)):
-        found = explicit_attention_forward(None, query, keys, keys, mask, 1.0, **maps)[0]
+        output = explicit_attention_forward(None, query, keys, keys, mask, 1.0, **maps)[0]
         short = keys[:, :, 41:]
         assert torch.allclose(
-            found, explicit_attention_forward(None, query, short, short, None, 1.0, **maps)[0], atol=1e-5
+            output, explicit_attention_forward(None, query, short, short, None, 1.0, **maps)[0], atol=1e-5
         )
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that was made, views of others apart; and the batched products."""
+    """Records the size of the largest new tensor (views excluded), and the batched matmuls."""
 
     numbers = 0
 
@@ -96,8 +96,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        held = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in held:
+        storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in storages:
             self.numbers = max(self.numbers, result.numel())
         self.products += [str(func)] * ("bmm" in str(func))
         return result
@@ -107,7 +107,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @torch.no_grad()
 def test_a_gpu_reads_the_cache_as_it_is(dtype: torch.dtype, normed: bool) -> None:
-    """Where the wide head is too large for flash attention: two products that add in float32, and no copy."""
+    """If the wide head is too large for flash attention, two matmuls accumulate in float32, without a copy."""
     with FakeTensorMode():
         sizes = (2, 32, 1, 128), (2, 500, 4, 128), (8, 4), (2, 8, 500)
         query, states, scalars, scale = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
@@ -121,7 +121,7 @@ def test_a_gpu_reads_the_cache_as_it_is(dtype: torch.dtype, normed: bool) -> Non
 
 
 def test_outputs_laid_out_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some kernels of a GPU return them."""
+    """Some GPU kernels return outputs with the memory layout (B, T, H, d)."""
     attend = functional.scaled_dot_product_attention
 
     def by_token(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_outputs_laid_out_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def test_components_are_not_copied() -> None:
-    """Where they lie side by side in the cache, with numbers behind them or not, in one group or two."""
+    """Components that are adjacent in the cache are not copied: contiguous or strided, in one group or two."""
     for numbers, groups in ((0, 1), (3, 1), (0, 2), (3, 2)):
         heads = torch.randn(2, 400, 4 * 64 + numbers)[..., : 4 * 64].unflatten(-1, (4, 64)).transpose(1, 2)
         maps: dict[str, Any] = {side: torch.randn(6, 4 // groups) for side in ("key_map", "value_map")}
@@ -161,22 +161,22 @@ def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str, gro
 
 @pytest.fixture
 def folded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many queries each call without combining had."""
-    seen: list[int] = []
+    """Number of queries of each call that attends to components without combining them."""
+    query_counts: list[int] = []
 
     def spy(module: Any, query: torch.Tensor, *others: Any, **options: Any) -> Any:
-        seen.append(query.shape[2])
+        query_counts.append(query.shape[2])
         return explicit_attention_forward(module, query, *others, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "crosshead_explicit", spy)
-    return seen
+    return query_counts
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
 @pytest.mark.parametrize("mixers", (CASES["explicit"], {"explicit": {"groups": 2}}), ids=("components", "groups"))
 @torch.no_grad()
 def test_decoding_does_without_combining(mixers: dict[str, Any], backbone: str, folded: list[int]) -> None:
-    """One token, or few; a prompt, and the backends that return weights or have masks of their own, combine."""
+    """Decoding one or a few tokens does not combine components; a prompt does."""
     model = mixed_model(backbone, mixers, backend="sdpa")
     ids, padding = tokens(2, 12), torch.tensor([[1] * 12, [0] * 4 + [1] * 8])
     expected = mixed_model(backbone, mixers)(ids, attention_mask=padding).logits
@@ -187,20 +187,20 @@ def test_decoding_does_without_combining(mixers: dict[str, Any], backbone: str, 
         one = model(ids[:, 9:10], attention_mask=padding[:, :10], past_key_values=cache).logits
         two = model(ids[:, 10:], attention_mask=padding, past_key_values=cache).logits
         assert folded == [1, 1, 2, 2]
-        found = torch.cat([start, one, two], dim=1)
-        assert (found - expected)[padding.bool()].abs().max() < 1e-4
+        logits = torch.cat([start, one, two], dim=1)
+        assert (logits - expected)[padding.bool()].abs().max() < 1e-4
 
 
 def assert_one_graph(name: str, batch: int) -> None:
-    """Decoding with a static cache compiles without a break, and gives the same logits."""
+    """Assert that decoding with a static cache compiles without a graph break and gives the same logits."""
     model = mixed_model("Llama", CASES[name], backend="sdpa")
     ids = tokens(batch, 5)
-    found = []
+    logits = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         cache = StaticCache(config=model.config, max_cache_len=16)
         model(ids[:, :4], past_key_values=cache)
-        found.append(call(ids[:, 4:], past_key_values=cache).logits)
-    assert (found[0] - found[1]).abs().max() < 1e-5
+        logits.append(call(ids[:, 4:], past_key_values=cache).logits)
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 
 @pytest.mark.compile
@@ -227,5 +227,5 @@ def test_one_export_serves_many_lengths(backend: str, shortest: int) -> None:
     )
     for length in (shortest, 20):
         ids = tokens(2, length)
-        found = exported.module()(input_ids=ids, use_cache=False).logits
-        assert (found - model(ids).logits).abs().max() < 1e-5
+        logits = exported.module()(input_ids=ids, use_cache=False).logits
+        assert (logits - model(ids).logits).abs().max() < 1e-5

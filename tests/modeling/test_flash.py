@@ -1,7 +1,7 @@
-"""The library's flash attention path, with a slow function in the place of the kernels, which need an accelerator.
+"""transformers' flash attention path, with slow functions instead of the kernels, which need an accelerator.
 
-It shows what the kernels would be given: heads, causality, window, and sequences without their padding. The kernels
-themselves run in `tests/gpu_check.py`.
+Checks the arguments of the kernels: heads, causality, window, and unpadded sequences. `tests/gpu_check.py` runs the
+kernels themselves.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ calls: list[str] = []
 
 
 def one_sequence(q: Any, k: Any, v: Any, causal: bool, scale: float | None, window: tuple[int, int]) -> torch.Tensor:
-    """(T, H, d) queries over (S, h, d) keys; the last query sees the last key."""
+    """Return attention of (T, H, d) queries over (S, h, d) keys; the last query is aligned with the last key."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     distance = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
@@ -39,7 +39,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: Any = (-1, -1),
 ) -> torch.Tensor:
-    """Batches of equally long sequences."""
+    """Stand-in for flash_attn's function for batches of equal length, (B, T, H, d)."""
     calls.append("dense")
     return torch.stack([one_sequence(*row, causal, softmax_scale, window_size) for row in zip(q, k, v, strict=True)])
 
@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Any = (-1, -1),
 ) -> torch.Tensor:
-    """Sequences of any length, one after the other."""
+    """Stand-in for flash_attn's function for concatenated sequences of any length, (total tokens, H, d)."""
     calls.append("ragged")
     queries, keys = (ends.tolist() for ends in (cu_seqlens_q, cu_seqlens_k))
     parts = []
@@ -71,7 +71,7 @@ def flash_attn_varlen_func(
 
 @pytest.fixture(autouse=True)
 def slow_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put the slow functions where the library looks for flash_attn's."""
+    """Replace flash_attn's functions in transformers by the slow ones."""
     functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_func, library._pad_input, library._unpad_input)
     monkeypatch.setattr(library, "_lazy_imports", lambda *arguments, **options: functions)
     monkeypatch.setattr(library, "_loaded_implementation", None)
@@ -81,7 +81,7 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def flash_model(backbone: str, case: str, **changes: Any) -> Any:
-    """A toy model on flash attention, past the check for a device."""
+    """Return a toy model with flash attention, bypassing the check for an accelerator."""
     model = mixed_model(backbone, CASES[case], **changes)
     model.config._attn_implementation = "flash_attention_2"
     return model
@@ -112,5 +112,5 @@ def test_flash_attention_decodes_and_trains(case: str) -> None:
     assert torch.equal(flash.generate(tokens(), **options), eager.generate(tokens(), **options))
     for model in (flash, eager):
         model.train()(tokens(), labels=tokens()).loss.backward()
-    for found, wanted in zip(flash.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-3, atol=1e-4)
+    for parameter, expected in zip(flash.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Two gloo processes, by FSDP2 and by the Trainer's data parallelism, against one process on the same batch."""
+"""FSDP2 and the Trainer's data parallelism with two gloo ranks, compared with one process on the same batch."""
 
 import os
 import subprocess
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.xdist_group
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """What the two processes found, all cases in one start."""
+    """Results of rank 0 for all cases, from one launch of the two ranks."""
     folder = tmp_path_factory.mktemp("fsdp")
     arguments = [sys.executable, "-P", str(WORKER), *(str(folder / name) for name in ("meet", "results", "trainer"))]
     paths = os.pathsep.join(filter(None, [str(WORKER.parents[1]), os.environ.get("PYTHONPATH")]))
     shared = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shared |= {"MASTER_ADDR": "localhost"}  # accelerate asks for it; the processes meet at a file
+    shared |= {"MASTER_ADDR": "localhost"}  # accelerate requires it, although the rendezvous is a file
     logs = [folder / f"log-{rank}" for rank in range(2)]
     workers = []
     try:
@@ -40,13 +40,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 
 def expected(results: dict[Any, Any], case: str, parts: int) -> dict[str, Any]:
-    """One process: the whole batch at once, but in parts where there is a balance loss, which is one per part."""
+    """Return the results of one process: on the whole batch, or in parts if there is a balance loss (one per part)."""
     return results["plain", case, parts if "mixture" in CASES[case] else 1]
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    """Equal up to the rounding of sums taken in another order."""
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=5e-6)
+def assert_same(result: Any, reference: Any) -> None:
+    """Assert equality up to the rounding of sums in another order."""
+    torch.testing.assert_close(result, reference, rtol=1e-4, atol=5e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -58,17 +58,17 @@ def test_fully_sharded(results: dict[Any, Any], case: str, checkpointing: bool) 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("accumulation", (1, 2))
 def test_data_parallel(results: dict[Any, Any], case: str, accumulation: int) -> None:
-    found = results["data parallel", case, accumulation]
-    wanted = expected(results, case, parts=2 * accumulation)
-    assert found["wrapper"] == "DistributedDataParallel"
-    assert found["loss"] == pytest.approx(wanted["loss"].item(), rel=1e-4)
-    assert_same(found["gradients"], wanted["gradients"])
+    result = results["data parallel", case, accumulation]
+    reference = expected(results, case, parts=2 * accumulation)
+    assert result["wrapper"] == "DistributedDataParallel"
+    assert result["loss"] == pytest.approx(reference["loss"].item(), rel=1e-4)
+    assert_same(result["gradients"], reference["gradients"])
 
 
 def test_a_balance_loss_is_never_lost(results: dict[Any, Any]) -> None:
-    """The library records nothing in a backbone that is itself sharded: an error, or the right loss."""
-    found = results["backbone"]
-    if "error" in found:
-        assert "head_router_scores" in found["error"]
+    """transformers records no router scores in a backbone that is itself sharded: an error, or the correct loss."""
+    result = results["backbone"]
+    if "error" in result:
+        assert "head_router_scores" in result["error"]
     else:
-        assert_same(found, expected(results, "mixture", parts=2))
+        assert_same(result, expected(results, "mixture", parts=2))

@@ -1,4 +1,4 @@
-"""Generation with every kind of cache, and what the cache holds."""
+"""Generation with every kind of cache, and the contents of the caches."""
 
 import weakref
 from typing import Any
@@ -18,7 +18,7 @@ NEW = 6
 
 @torch.no_grad()
 def greedy_without_cache(model: Any, ids: torch.Tensor, new: int = NEW) -> torch.Tensor:
-    """The truth about greedy decoding: a full forward per token."""
+    """Return the reference for greedy decoding: one full forward pass per token."""
     for _ in range(new):
         following = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
         ids = torch.cat([ids, following], dim=1)
@@ -26,7 +26,7 @@ def greedy_without_cache(model: Any, ids: torch.Tensor, new: int = NEW) -> torch
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Greedy generation of a fixed number of tokens."""
+    """Return ids with NEW greedily generated tokens."""
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
 
 
@@ -66,7 +66,7 @@ def test_beams_and_assistants(case: str, backbone: str) -> None:
 @pytest.mark.parametrize("backbone", first(["Qwen3", "Qwen2", "Qwen3Moe"]))
 @for_compositions
 def test_sliding_windows(case: str, backbone: str) -> None:
-    """Windows shorter than the text: cached decoding still equals the full forward, and the window matters."""
+    """With windows shorter than the text, cached decoding equals the full forward, and the window has an effect."""
     model = mixed_model(backbone, CASES[case], **WINDOW)
     ids = tokens(2, 9)
     expected = greedy_without_cache(model, ids)
@@ -78,12 +78,12 @@ def test_sliding_windows(case: str, backbone: str) -> None:
 
 
 def cache_bytes(cache: Any) -> int:
-    """What a cache's tensors take."""
+    """Return the bytes of a cache's keys and values."""
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def filled_cache(backbone: str, mixers: dict[str, Any], cache: Any = None) -> Any:
-    """The cache after generation."""
+    """Return the cache after generation."""
     model = mixed_model(backbone, mixers, num_key_value_heads=4)
     out = model.generate(
         tokens(),
@@ -100,10 +100,10 @@ def filled_cache(backbone: str, mixers: dict[str, Any], cache: Any = None) -> An
 def test_half_the_components_take_half_the_cache(backbone: str, norm: bool) -> None:
     full = filled_cache(backbone, {})
     half = filled_cache(backbone, {"explicit": {"key_heads": 2, "value_heads": 2, "norm": norm}})
-    seen = full.get_seq_length()
-    assert half.get_seq_length() == seen
-    numbers = 2 * 2 * seen * 4 * 4 if backbone.startswith("Qwen3") else 0  # batch, layers, tokens, heads, bytes
-    assert cache_bytes(half) == cache_bytes(full) // 2 + numbers
+    length = full.get_seq_length()
+    assert half.get_seq_length() == length
+    scale_bytes = 2 * 2 * length * 4 * 4 if backbone.startswith("Qwen3") else 0  # batch, layers, tokens, heads, bytes
+    assert cache_bytes(half) == cache_bytes(full) // 2 + scale_bytes
 
 
 def test_uneven_components_take_their_share() -> None:
@@ -136,21 +136,21 @@ def test_groups_leave_the_cache_as_it_is_and_decode_what_the_full_forward_does(b
 @pytest.mark.parametrize("mixers", ({"explicit": {}}, {"explicit": {"on": ["key"]}}, {"explicit": {}, "talking": {}}))
 @torch.no_grad()
 def test_heads_liewide_cache_where_they_are_read_so(mixers: dict[str, Any]) -> None:
-    """And apart where the past, as a prefix that was trained, has them apart."""
+    """Heads are cached as one wide head if attention reads them so; a given past (e.g. a prefix) keeps its form."""
     model, ids = mixed_model("Llama", mixers, backend="sdpa"), tokens()
-    expected, apart = model(ids, use_cache=False).logits[:, -3:], DynamicCache(config=model.config)
+    expected, separate = model(ids, use_cache=False).logits[:, -3:], DynamicCache(config=model.config)
     attentions = [layer.self_attn for layer in model.model.layers]
-    together = list(mixers) == ["explicit"] and not mixers["explicit"]
-    assert all(attention.wide_cache == together for attention in attentions)
+    is_wide = list(mixers) == ["explicit"] and not mixers["explicit"]
+    assert all(attention.wide_cache == is_wide for attention in attentions)
     for attention in attentions:
         attention.wide_cache = False
-    model(ids[:, :-3], past_key_values=apart)
+    model(ids[:, :-3], past_key_values=separate)
     for attention in attentions:
-        attention.wide_cache = together
-    whole = DynamicCache(config=model.config)
-    model(ids[:, :-3], past_key_values=whole)
+        attention.wide_cache = is_wide
+    wide = DynamicCache(config=model.config)
+    model(ids[:, :-3], past_key_values=wide)
     heads = model.config.num_key_value_heads
-    for cache, forms in ((apart, {heads}), (whole, {1 if together else heads})):
+    for cache, forms in ((separate, {heads}), (wide, {1 if is_wide else heads})):
         following = [
             model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(len(ids[0]) - 3, len(ids[0]))
         ]
@@ -180,7 +180,7 @@ def test_cropped_and_reordered_caches(case: str) -> None:
 @for_each_case_and_backbone
 @torch.no_grad()
 def test_the_keys_of_the_past_make_room_for_values(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody holds what the cache has just replaced: the values that follow can lie in its place."""
+    """The old keys are freed when the cache replaces them, so that the new values can reuse their memory."""
     model, freed = mixed_model(backbone, CASES[case]), []
     cache = model(tokens()).past_key_values
 

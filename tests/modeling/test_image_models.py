@@ -25,21 +25,21 @@ for_each_case = pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CA
 
 
 def image_model(backbone: str, mixers: dict[str, Any], backend: str = "eager") -> Any:
-    """A tiny image classifier of ours with lopsided weights."""
+    """Return a tiny crosshead image classifier with lopsided weights."""
     config = getattr(crosshead, f"Crosshead{backbone}Config")(**IMAGE_SIZES, mixers=mixers)
     config._attn_implementation = backend
     return lopsided(getattr(crosshead, f"Crosshead{backbone}ForImageClassification")(config)).eval()
 
 
 def oracle_names(attention: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a layer with the names of the newest release of the library."""
+    """Return the parameters of a layer by their names in the newest transformers release."""
     names = {"attention.": "", "query.": "q_proj.", "key.": "k_proj.", "value.": "v_proj.", "output.dense.": "o_proj."}
-    found = {}
+    parameters = {}
     for name, part in attention.named_parameters():
         for old, new in names.items():
             name = new + name.removeprefix(old) if name.startswith(old) else name
-        found[name] = part
-    return found
+        parameters[name] = part
+    return parameters
 
 
 @for_each_case
@@ -58,8 +58,8 @@ def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
     truth = gradients(expected, named)
     for backend in ("eager", "sdpa"):
         model.set_attn_implementation(backend)
-        found = attention(inputs)
-        output = found[0] if isinstance(found, tuple) else found  # of older releases
+        result = attention(inputs)
+        output = result[0] if isinstance(result, tuple) else result  # older transformers return a tuple
         assert (output - expected).abs().max() < OUTPUT_TOLERANCE, backend
         for name, gradient in gradients(output, named).items():
             assert (gradient - truth[name]).abs().max() < GRADIENT_TOLERANCE, (backend, name)
@@ -69,7 +69,7 @@ def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
 @pytest.mark.parametrize(("backbone", "mechanism"), grid(BACKBONES, [name for name in NEUTRAL if NEUTRAL[name]]))
 @torch.no_grad()
 def test_neutral_start_is_the_stock_model(backbone: str, mechanism: str, tmp_path: Path) -> None:
-    """The library writes the tensor names of its earlier releases; ours read them."""
+    """transformers saves the tensor names of its earlier releases; crosshead loads them."""
     config = getattr(transformers, f"{backbone}Config")(**IMAGE_SIZES)
     stock = lopsided(getattr(transformers, f"{backbone}ForImageClassification")(config)).eval()
     stock.save_pretrained(tmp_path)
@@ -82,7 +82,7 @@ def test_neutral_start_is_the_stock_model(backbone: str, mechanism: str, tmp_pat
         for mixers in NEUTRAL[mechanism]:
             ours = ours_class.from_pretrained(tmp_path, mixers=mixers, attn_implementation=backend).eval()
             difference = (ours(IMAGES).logits - stock(IMAGES).logits).abs().max()
-            # In blocks, talking sums in another order.
+            # Blockwise talking sums in another order.
             assert difference <= (1e-5 if (mechanism, backend) == ("talking", "sdpa") else 0)
 
 

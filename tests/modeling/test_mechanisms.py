@@ -1,4 +1,4 @@
-"""Mechanisms away from Llama: as tensors, bidirectional, with keys from elsewhere; and beside the library's own."""
+"""Mechanisms outside a decoder: applied to tensors, without a mask, in cross-attention; compared with DiffLlama."""
 
 import math
 from dataclasses import replace
@@ -21,13 +21,13 @@ LAYOUT = HeadLayout(hidden_size=12, query_heads=4, key_value_heads=2, head_dim=6
 
 
 def build(name: str, options: dict[str, Any], layout: HeadLayout = LAYOUT) -> Any:
-    """A mechanism by itself, in float64."""
+    """Return a mechanism module by itself, in float64."""
     settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
     return lopsided(MECHANISMS[name](shared_layout(settings, layout), settings[name])).double()
 
 
 def states(queries: int = 3, keys: int = 5) -> AttentionState:
-    """Queries from one sequence, keys and values from another."""
+    """Return a random attention state with queries from one sequence, keys and values from another."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -44,22 +44,20 @@ def states(queries: int = 3, keys: int = 5) -> AttentionState:
 
 def test_talking_between_two_sequences_without_a_mask() -> None:
     talking = build("talking", {"dynamic": ["query_logits", "key_weights"], "softmax_heads": 3})
-    given = states()
-    talking.before_rope(given)
-    attend = ALL_ATTENTION_FUNCTIONS[talking.attention_function(given, "eager", masked=False)]
-    heads_of = given.query, given.key, given.value
-    output, weights = attend(talking, *heads_of, None, scaling=6**-0.5, **given.attention_kwargs)
+    state = states()
+    talking.before_rope(state)
+    attend = ALL_ATTENTION_FUNCTIONS[talking.attention_function(state, "eager", masked=False)]
+    qkv = state.query, state.key, state.value
+    output, weights = attend(talking, *qkv, None, scaling=6**-0.5, **state.attention_kwargs)
     named = {f"mixers.talking.{name}": parameter for name, parameter in talking.named_parameters()}
     mixers = {"talking": talking.settings}
     shape = oracle_arithmetic.LayerShape(4, 2, 6, 0, 1e-6, False)
     for b in range(2):
         heads = {
-            side: [[getattr(given, side)[b, head, t] for head in range(count)] for t in range(length)]
+            side: [[getattr(state, side)[b, head, t] for head in range(count)] for t in range(length)]
             for side, count, length in (("query", 4, 3), ("key", 2, 5), ("value", 2, 5))
         }
-        both = torch.cat(
-            [given.hidden_states[b], given.key_value_input[b]]
-        )  # the oracle knows one sequence: look inputs up by position
+        both = torch.cat([state.hidden_states[b], state.key_value_input[b]])  # queries come first, then keys
         for t in range(3):
             row = []
             for s in range(5):
@@ -79,27 +77,27 @@ def test_talking_between_two_sequences_without_a_mask() -> None:
 
 
 def test_explicit_and_knocking_know_no_sequence_length() -> None:
-    given = states()
+    state = states()
     explicit = build("explicit", {"norm": False})
-    raw = given.key
-    explicit.before_rope(given)
-    explicit.after_cache(given)
+    raw = state.key
+    explicit.before_rope(state)
+    explicit.after_cache(state)
     weight = explicit.key.weight
-    assert torch.allclose(given.key[:, 1], weight[1, 0] * raw[:, 0] + weight[1, 1] * raw[:, 1])
+    assert torch.allclose(state.key[:, 1], weight[1, 0] * raw[:, 0] + weight[1, 1] * raw[:, 1])
     knocking = build("knocking", {"on": ["query"], "form": "linear"})
-    query = given.query
-    knocking.before_rope(given)
-    assert torch.allclose(given.query, query @ knocking.query.weight.T)
+    query = state.query
+    knocking.before_rope(state)
+    assert torch.allclose(state.query, query @ knocking.query.weight.T)
 
 
 def test_mixture_routes_queries_only() -> None:
     mixture = build("mixture", {"active_heads": 3, "shared_heads": 1})
-    given = states()
-    mixture.before_rope(given)
-    assert given.gates is not None and given.gates.shape == (2, 3, 4)
+    state = states()
+    mixture.before_rope(state)
+    assert state.gates is not None and state.gates.shape == (2, 3, 4)
     output = torch.ones(2, 3, 4, 6, dtype=torch.float64)
-    assert torch.equal(mixture.head_outputs(output, given)[..., 0], given.gates)
-    assert (given.gates == 0).sum() == 2 * 3
+    assert torch.equal(mixture.head_outputs(output, state)[..., 0], state.gates)
+    assert (state.gates == 0).sum() == 2 * 3
 
 
 def test_gates_are_one_on_average_in_unit_scale() -> None:
@@ -124,7 +122,7 @@ def test_equal_query_norms_route_without_nan() -> None:
 @pytest.mark.parametrize("heads", ((4, 4), (8, 4), (4, 2)))
 @torch.no_grad()
 def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
-    """DiffLlama pairs head i with head i + H/2, we pair neighbours; otherwise both define the same."""
+    """DiffLlama pairs head i with head i + H/2, crosshead pairs adjacent heads; otherwise both are the same."""
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     ours = mixed_model("Llama", {"differential": {}}, hidden_size=32, **sizes)
     shared = {
@@ -150,7 +148,7 @@ FIRST_VERSION = {"version": 1, "norm": True, "half_values": False}
 
 
 def test_lambda_starts_as_the_paper_says() -> None:
-    """The formula counts layers from 1."""
+    """The paper's formula counts layers from 1, `layer_index` from 0."""
     for index in (0, 3):
         layout = shared_layout({"differential": FIRST_VERSION}, replace(LAYOUT, layer_index=index))
         start = MECHANISMS["differential"](layout, FIRST_VERSION).lambda_init
@@ -159,9 +157,9 @@ def test_lambda_starts_as_the_paper_says() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), ((4, 4), (6, 4), (4, 6), (3, 1), (1, 3), (5, 2)))
 def test_head_maps_go_up_and_down(rows: int, columns: int) -> None:
-    there, back = (head_map_init(torch.empty(*shape)) for shape in ((rows, columns), (columns, rows)))
+    forth, back = (head_map_init(torch.empty(*shape)) for shape in ((rows, columns), (columns, rows)))
     few = min(rows, columns)
-    round_trip = back @ there if columns == few else there @ back
+    round_trip = back @ forth if columns == few else forth @ back
     assert torch.allclose(round_trip, torch.eye(few, dtype=torch.float64))
 
 

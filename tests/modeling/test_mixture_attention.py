@@ -1,4 +1,4 @@
-"""`mixture` that skips work: the chosen queries alone give what all of them would, in outputs and gradients."""
+"""Sparse `mixture` attention: computing only the routed queries gives the same outputs and gradients as all."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,103 +23,101 @@ from toys import mixed_model, tokens
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Skip work for several queries, however few, and note the number of queries of each call."""
-    seen: list[int] = []
+def sparse_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Enable the sparse path for short sequences; yields the number of queries of each of its calls."""
+    query_counts: list[int] = []
     skip = cpu_mixture.routed_heads
 
     def noted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(query.shape[2])
+        query_counts.append(query.shape[2])
         return skip(query, *rest)
 
     monkeypatch.setattr(cpu_mixture, "routed_heads", noted)
     monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 2)
     monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 1.0)
     monkeypatch.setattr(cpu_mixture, "BLOCK_ROWS", 3)
-    yield seen
+    yield query_counts
 
 
 @pytest.mark.parametrize(
     ("case", "heads", "padding"), grid(MIXTURES, ((4, 2), (4, 1), (4, 4)), ((0, 0), (0, 2), None), strength=1)
 )
-def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[int]) -> None:
-    """Against the oracle, with a mask and without."""
+def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, sparse_calls: list[int]) -> None:
+    """Compares with the oracle, with a mask and without."""
     if "version 2" in case and heads[1] == 4:
         pytest.skip("two query heads read each key/value head")
     if "differential" in case and "version 2" not in case and heads[1] == 1:
         pytest.skip("differential pairs key/value heads")
     assert_sdpa_agrees(MIXTURES[case], heads, padding)
-    assert asked == ([] if "differential" in case else [7])
+    assert sparse_calls == ([] if "differential" in case else [7])
 
 
 @pytest.mark.parametrize(("kind", "changes"), grid(INPUTS, ({}, WINDOW), strength=1))
-def test_model(kind: str, changes: dict[str, Any], asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole model, as the library makes its masks."""
+def test_model(kind: str, changes: dict[str, Any], sparse_calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares a whole model with transformers' masks on the sparse and on the dense path."""
     model = mixed_model("Qwen3", SKIPPING, "sdpa", **changes).double()
-    found = logits_and_gradients(model, kind)
-    assert asked == [12, 12]
+    sparse = logits_and_gradients(model, kind)
+    assert sparse_calls == [12, 12]
     monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
-    for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
+    for ours, dense in zip(sparse, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # norms and positions run in float32
-    assert asked == [12, 12]
+    assert sparse_calls == [12, 12]
 
 
 @pytest.mark.parametrize(("head", "kind"), grid(range(3), INPUTS, strength=1))
 def test_a_router_that_chooses_one_head_for_all(
-    head: int, kind: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
+    head: int, kind: str, sparse_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing for the others: gradients of routers and projections too, skipped work or not."""
+    """The other routed heads get no tokens; outputs and all gradients are the same on the sparse and dense path."""
 
     scores = RouterMap.forward
 
     def rigged(router: RouterMap, hidden_states: torch.Tensor) -> torch.Tensor:
-        found = scores(router, hidden_states)
-        if found.shape[-1] == 3:
-            found = (found.log() + 30 * nn.functional.one_hot(torch.tensor(head), 3)).softmax(-1)
-        return found
+        probabilities = scores(router, hidden_states)
+        if probabilities.shape[-1] == 3:
+            probabilities = (probabilities.log() + 30 * nn.functional.one_hot(torch.tensor(head), 3)).softmax(-1)
+        return probabilities
 
     monkeypatch.setattr(RouterMap, "forward", rigged)
     model = mixed_model("Llama", SKIPPING, "sdpa").double()
     gates = []
     for layer in model.model.layers:
         layer.self_attn.mixers["mixture"].register_forward_hook(lambda _, __, output: gates.append(output[0]))
-    found = logits_and_gradients(model, kind)
-    assert asked == [12, 12]
-    assert all(
-        (gate[..., 1:] != 0).sum((0, 1)).tolist() == [24 * (each == head) for each in range(3)] for gate in gates
-    )
+    sparse = logits_and_gradients(model, kind)
+    assert sparse_calls == [12, 12]
+    assert all((gate[..., 1:] != 0).sum((0, 1)).tolist() == [24 * (i == head) for i in range(3)] for gate in gates)
     monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
-    for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
+    for ours, dense in zip(sparse, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)
-    assert asked == [12, 12]
+    assert sparse_calls == [12, 12]
 
 
-def test_a_prompt_in_parts(asked: list[int]) -> None:
+def test_a_prompt_in_parts(sparse_calls: list[int]) -> None:
     model, ids = mixed_model("Llama", SKIPPING, "sdpa"), tokens(2, 12)
-    found = logits_in_parts(model, ids, (5, 6, 1))
-    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
-    assert asked == [5, 5, 6, 6, 12, 12]
+    logits = logits_in_parts(model, ids, (5, 6, 1))
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert sparse_calls == [5, 5, 6, 6, 12, 12]
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_a_long_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the sizes that are shipped."""
+    """Uses the shipped thresholds."""
     model = mixed_model("Llama", SKIPPING, "sdpa", max_position_embeddings=4096).to(dtype)
     ids = tokens(1, 2100)
     with torch.no_grad():
-        found = model(ids).logits
+        sparse = model(ids).logits
         monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
         expected = model(ids).logits
-    assert torch.equal(found, expected) == (dtype == torch.bfloat16)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(sparse, expected) == (dtype == torch.bfloat16)
+    torch.testing.assert_close(sparse, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.usefixtures("asked")
-def test_a_compiled_step_keeps_one_graph(asked: list[int]) -> None:
+@pytest.mark.usefixtures("sparse_calls")
+def test_a_compiled_step_keeps_one_graph(sparse_calls: list[int]) -> None:
     model = mixed_model("Llama", SKIPPING, "sdpa").train()
     ids = tokens()
     torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids, use_cache=False).loss.backward()
-    assert not asked
+    assert not sparse_calls
     torch.compiler.reset()

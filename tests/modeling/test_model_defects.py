@@ -1,4 +1,4 @@
-"""Defects of earlier versions of the models, one test for each."""
+"""Regression tests: one test per defect of an earlier version of the models."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FEWER = {"explicit": {"key_heads": 2, "value_heads": 2, "norm": False}}
 
 
 def decoded(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits of tokens after a prompt, one call for each."""
+    """Return the logits of a prompt and of the tokens after it, decoded one by one."""
     cache = DynamicCache(config=model.config)
     parts = [model(ids[:, :prompt], past_key_values=cache).logits]
     parts += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(prompt, ids.shape[1])]
@@ -33,30 +33,30 @@ def decoded(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
 
 
 def attention_errors(backbone: str, implementation: str, decode: bool = True) -> torch.Tensor:
-    """The error of one layer's outputs in bfloat16, of tokens that are decoded or of all, relative to float64."""
+    """Return the relative error of one layer's bfloat16 outputs against float64, of decoded or of all tokens."""
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     model: Any = mixed_model(backbone, FEWER, implementation, num_hidden_layers=1, **sizes)
     outputs: list[torch.Tensor] = []
     model.model.layers[0].self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0].double()))
-    found = []
+    outputs_by_dtype = []
     for dtype in (torch.float64, torch.bfloat16):
         outputs.clear()
         rounded = model.bfloat16() if dtype == torch.float64 else model  # the same weights in both
         decoded(rounded.to(dtype), tokens(2, 40), 20 if decode else 40)
-        found.append(torch.cat(outputs[1:] if decode else outputs, dim=1))
-    return (found[1] - found[0]).norm() / found[0].norm()
+        outputs_by_dtype.append(torch.cat(outputs[1:] if decode else outputs, dim=1))
+    return (outputs_by_dtype[1] - outputs_by_dtype[0]).norm() / outputs_by_dtype[0].norm()
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
 @torch.no_grad()
 def test_half_precision_decoding_is_as_exact_as_combining_first(backbone: str) -> None:
-    """`1 / rms` was stored in the dtype of the keys, and logits were rounded before the softmax."""
+    """Defect: `1 / rms` was cached in the dtype of the keys, and logits were rounded before the softmax."""
     assert attention_errors(backbone, "sdpa") < 1.1 * attention_errors(backbone, "eager")
 
 
 @torch.no_grad()
 def test_cached_scales_are_as_exact_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of two numbers in half precision; one number, rounded, added 5% to the error of the outputs here."""
+    """Defect: scales were cached as one half-precision number, now as a sum of two; outputs had 5% more error here."""
     exact: dict[Any, torch.Tensor] = {}
     store = Explicit.before_rope
 
@@ -74,7 +74,7 @@ def test_cached_scales_are_as_exact_as_float32(monkeypatch: pytest.MonkeyPatch) 
 
 @torch.no_grad()
 def test_weights_that_change_in_place_count_at_once() -> None:
-    """Weights that were folded for evaluation went stale."""
+    """Defect: weights folded for evaluation were not updated."""
     model = mixed_model("Llama", {"knocking": {"form": "linear"}}, "sdpa").eval()
     before = model(tokens()).logits
     for layer in model.model.layers:
@@ -88,21 +88,21 @@ def test_weights_that_change_in_place_count_at_once() -> None:
 
 @pytest.fixture
 def own_sdpa() -> Iterator[list[int]]:
-    """A user's function in the place of "sdpa": the number of queries of each call."""
-    seen: list[int] = []
+    """Replaces "sdpa" by a user's function; yields the number of queries of each of its calls."""
+    query_counts: list[int] = []
 
     def attend(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(query.shape[2])
+        query_counts.append(query.shape[2])
         return sdpa_attention_forward(module, query, *rest, **options)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
-    yield seen
+    yield query_counts
     del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 @torch.no_grad()
 def test_a_registered_function_is_called(own_sdpa: list[int]) -> None:
-    """Context parallelism registers one, for example; talking and explicit decoding ignored it."""
+    """Defect: talking and explicit decoding ignored a registered function (e.g. of context parallelism)."""
     for case in ("explicit", "mixture", "knocking", "gating", "differential"):
         own_sdpa.clear()
         decoded(mixed_model("Llama", CASES[case], "sdpa"), tokens(1, 6), 5)
@@ -112,17 +112,17 @@ def test_a_registered_function_is_called(own_sdpa: list[int]) -> None:
 
 
 def release_after_each_call(model: nn.Module) -> None:
-    """Weights of mechanisms are there in the module's own call alone, as under ZeRO-3."""
+    """Provide the weights of mechanisms only during calls of their own module, like ZeRO-3."""
 
     def fill(module: nn.Module, arguments: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            parameter.data = held[parameter]
+            parameter.data = weights[parameter]
 
     def empty(module: nn.Module, arguments: Any, output: Any) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.new_empty(0)
 
-    held = {
+    weights = {
         parameter: parameter.data.clone()
         for module in model.modules()
         if isinstance(module, ParameterModule)
@@ -139,7 +139,7 @@ def release_after_each_call(model: nn.Module) -> None:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_weights_may_be_released_after_a_call(case: str, implementation: str) -> None:
-    """Modules returned their raw parameters."""
+    """Defect: modules returned their raw parameters, which ZeRO-3 releases after the call."""
     model = mixed_model("Llama", CASES[case], implementation)
     expected = decoded(model, tokens(2, 8), 6)
     release_after_each_call(model)
@@ -147,7 +147,7 @@ def test_weights_may_be_released_after_a_call(case: str, implementation: str) ->
 
 
 def test_no_private_operator_is_needed() -> None:
-    """They were resolved at import. Only `kernels` may use them, where another way is there without them."""
+    """Defect: private operators were resolved at import. Only `kernels` may use them, with a fallback."""
     private = re.compile(r"torch\.ops\.aten\._|torch\._[a-z]|torch\.functional\._")
     files = [path for path in MODELING.rglob("*.py") if "kernels" not in path.parts]
     assert len(files) > 20
@@ -156,26 +156,26 @@ def test_no_private_operator_is_needed() -> None:
 
 @pytest.mark.parametrize(("start", "limit"), (("identity", 0.003), ("random", 0.005)))
 def test_gradients_of_knocking_in_bfloat16(start: str, limit: float) -> None:
-    """Gradients of the fused MLP were summed in bfloat16 over blocks: 0.83% error from the identity, now 0.2%."""
+    """Defect: gradients of the fused MLP were summed over blocks in bfloat16: 0.83% error with identity, now 0.2%."""
     torch.manual_seed(0)
     layout = HeadLayout(64, 8, 8, 64, value_dim=64, output_heads=8, key_components=8, value_components=8)
     knocking = Knocking(layout, {"form": "mlp", "on": ["value"], "init": start}).value
     for module in (knocking.up, knocking.gate, knocking.down):
         module.initialise(0.125)
-    x, given = torch.randn(2, 1, 4096, 8, 64).bfloat16()
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    x, direction = torch.randn(2, 1, 4096, 8, 64).bfloat16()
+    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
     for dtype in (torch.bfloat16, torch.float64):
         module = knocking.bfloat16().to(dtype)
         module.zero_grad()
-        (module(x.to(dtype)) * given.to(dtype)).sum().backward()
-        found[dtype] = [parameter.grad.double() for parameter in module.parameters()]
-    for ours, exact in zip(*found.values(), strict=True):
+        (module(x.to(dtype)) * direction.to(dtype)).sum().backward()
+        gradients[dtype] = [parameter.grad.double() for parameter in module.parameters()]
+    for ours, exact in zip(*gradients.values(), strict=True):
         assert (ours - exact).norm() / exact.norm() < limit
 
 
 @pytest.mark.parametrize("case", [case for case in MECHANISM_CASES if case != "talking"])
 def test_gradients_of_gradients(case: str) -> None:
-    """They failed for the MLP of knocking, and for norms."""
+    """Defect: second derivatives failed for the MLP of knocking and for norms."""
     model = mixed_model("Llama", MECHANISM_CASES[case], "eager").double()
     loss = model(tokens(), labels=tokens()).loss
     parameters = [parameter for name, parameter in model.named_parameters() if ".mixers." in name]
@@ -191,7 +191,7 @@ def test_no_hook_is_kept_in_optimisers() -> None:
 
 
 def test_a_truncated_model_says_what_is_wrong() -> None:
-    """It died by an error of zip."""
+    """Defect: the error came from `zip` and did not name the layer counts."""
     model = mixed_model("Llama", CASES["mixture"])
     model.model.layers = model.model.layers[:1]
     with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
@@ -201,7 +201,7 @@ def test_a_truncated_model_says_what_is_wrong() -> None:
 
 
 def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whole fields vanished without a word."""
+    """Defect: fields with a token were dropped without a warning."""
     from transformers.utils import logging
 
     logging.enable_propagation()
@@ -218,7 +218,7 @@ def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize("half_values", [False, True])
 @torch.no_grad()
 def test_a_past_with_other_sizes(half_values: bool) -> None:
-    """Of the stock model: of keys with `explicit`, of values with half of them."""
+    """A stock model's cache has other key sizes than `explicit`, and other value sizes than `half_values`."""
     mixers = {"differential": {"half_values": True, "norm": False}} if half_values else {"explicit": {"key_heads": 1}}
     stock, model = mixed_model("Llama", {}), mixed_model("Llama", mixers)
     past = stock(tokens(), use_cache=True).past_key_values

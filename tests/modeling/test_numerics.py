@@ -1,4 +1,4 @@
-"""Number formats, starting values, dropout and windows: what agreement with an oracle does not show."""
+"""Dtypes, initial values, dropout and windows, which the comparisons with the oracles do not cover."""
 
 from typing import Any
 
@@ -18,37 +18,37 @@ CAN_DROP = [case for case in CASES if "differential" not in case]
 
 
 def spied(model: Any) -> list[dict[str, Any]]:
-    """Route a model's attention through sdpa and keep what it was called with."""
-    seen: list[dict[str, Any]] = []
+    """Wrap a model's sdpa attention; return the list to which the options of each call are appended."""
+    calls: list[dict[str, Any]] = []
 
     def spy(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        seen.append(options)
+        calls.append(options)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register("numerics_spy", spy)
     AttentionMaskInterface.register("numerics_spy", eager_mask)
     model.config._attn_implementation = "numerics_spy"
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "talking" not in case])
 def test_backends_get_window_and_scaling(case: str) -> None:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     model = mixed_model("Qwen3", CASES[case], backend=None, **window)
-    seen = spied(model)
+    recorded = spied(model)
     model(tokens())
-    calls = len(seen) // 2  # differential calls twice
-    assert [options["sliding_window"] for options in seen] == [None] * calls + [4] * calls
-    assert {options["scaling"] for options in seen} == {8**-0.5}
+    calls = len(recorded) // 2  # differential calls twice
+    assert [options["sliding_window"] for options in recorded] == [None] * calls + [4] * calls
+    assert {options["scaling"] for options in recorded} == {8**-0.5}
 
 
 @pytest.mark.parametrize("case", [case for case in CAN_DROP if "talking" not in case])
 def test_backends_get_dropout_in_training_only(case: str) -> None:
     model = mixed_model("Qwen3", CASES[case], backend=None, attention_dropout=0.25)
-    seen = spied(model)
+    recorded = spied(model)
     model.train()(tokens())
     model.eval()(tokens())
-    assert [options["dropout"] for options in seen] == [0.25, 0.25, 0.0, 0.0]
+    assert [options["dropout"] for options in recorded] == [0.25, 0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("case", CAN_DROP)
@@ -71,32 +71,32 @@ def test_eager_attention_drops_weights(case: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("case", "dtype"), grid(CASES, (torch.bfloat16, torch.float16, torch.float64), strength=1))
 def test_softmax_is_wide(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.promote_types(dtype, torch.float32)
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     real = functional.softmax
 
     def watch(x: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **options: Any) -> Any:
-        seen.append(dtype or x.dtype)
+        dtypes.append(dtype or x.dtype)
         return real(x, dim=dim, dtype=dtype, **options)
 
     model = mixed_model("Llama", CASES[case]).to(dtype)
     monkeypatch.setattr(functional, "softmax", watch)
     scores = model(tokens(), labels=tokens(), output_head_router_scores=True).head_router_scores
-    assert set(seen) == {wide}
+    assert set(dtypes) == {wide}
     assert scores is None or {score.dtype for score in scores} == {wide}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "talking" in case])
 def test_head_maps_stay_wide_under_autocast(case: str) -> None:
     model = mixed_model("Llama", CASES[case])
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     for layer in model.model.layers:
         for stage in ("logits", "weights"):
             getattr(layer.self_attn.mixers["talking"], stage).register_forward_hook(
-                lambda module, inputs, output: seen.append(output.dtype)
+                lambda module, inputs, output: dtypes.append(output.dtype)
             )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(tokens()).logits.dtype == torch.bfloat16
-    assert seen == [torch.float32] * 4
+    assert dtypes == [torch.float32] * 4
 
 
 @pytest.mark.parametrize(("case", "backbone"), grid(CASES, ("Llama", "Qwen3", "Qwen3Moe"), strength=1))
@@ -112,13 +112,13 @@ def test_autocast_trains_and_decodes(case: str, backbone: str) -> None:
 
 
 def started(mixers: dict[str, Any], **sizes: Any) -> dict[str, torch.Tensor]:
-    """The starting values of one layer's mechanisms in a freshly made model."""
+    """Return the initial mechanism parameters of one layer in a new model."""
     model = crosshead.CrossheadLlamaForCausalLM(mixed_config("Llama", mixers, num_hidden_layers=1, **sizes))
     return dict(model.model.layers[0].self_attn.mixers.named_parameters())
 
 
 def test_starting_values_of_the_papers() -> None:
-    """Standard deviations of random starts; identities, copies and zeros elsewhere."""
+    """Checks the standard deviations of random parameters, and identities, copies and zeros elsewhere."""
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
     knocking = started({"knocking": {"form": "linear", "init": "random"}}, **sizes)["knocking.value.weight"]
     assert knocking.std().item() == pytest.approx(0.2, rel=0.1)  # the toys' initializer_range

@@ -1,4 +1,4 @@
-"""Whole models, and the balance loss over several layers, against the oracles."""
+"""Whole models, and the balance loss over several layers, compared with the oracles."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from toys import CASES, mixed_model, tokens
 
 @pytest.mark.parametrize("case", first((n for n, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers), 8))
 def test_balance_loss(case: str) -> None:
-    """The value, and the gradients of what makes the probabilities, without the padding."""
+    """Compares the balance loss over real tokens and its gradients for all attention parameters."""
     layers = [Layer(backbone, (CASES | OPTION_CASES)[case]) for backbone in ("Llama", "Qwen3")]
     scores: list[torch.Tensor] = []
     routed, selected = [], []
@@ -37,13 +37,13 @@ def test_balance_loss(case: str) -> None:
             for loss in (ours, truth)
         ]
         assert any(gradient is not None for gradient in both[1])
-        for name, found, wanted in zip(parameters, *both, strict=True):
-            assert (found is None) is (wanted is None), name
-            assert found is None or (found - wanted).abs().max() < GRADIENT_TOLERANCE, name
+        for name, gradient, expected in zip(parameters, *both, strict=True):
+            assert (gradient is None) is (expected is None), name
+            assert gradient is None or (gradient - expected).abs().max() < GRADIENT_TOLERANCE, name
 
 
 class OracleAttention(torch.nn.Module):
-    """Stands in for a layer's attention inside a whole model."""
+    """Replaces a layer's attention by the oracle inside a whole model."""
 
     def __init__(self, attention: Any, config: Any, layer: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class OracleAttention(torch.nn.Module):
         self.mixers, self.shape = oracle_view(config, layer)
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
-        """The oracle's output."""
+        """Return the oracle's output and no weights."""
         cos, sin = (table.expand(hidden_states.shape[0], -1, -1) for table in position_embeddings)
         weights = dict(self.attention.named_parameters())
         allowed = attention_mask[:, 0] == 0
@@ -62,7 +62,7 @@ class OracleAttention(torch.nn.Module):
 @for_each_case_and_backbone
 def test_whole_model(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case]).double()
-    model.set_experts_implementation("eager")  # the default one knows no float64
+    model.set_experts_implementation("eager")  # the default does not support float64
     ids = tokens(2, 6)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
@@ -79,5 +79,5 @@ def test_whole_model(case: str, backbone: str) -> None:
             layer.self_attn = OracleAttention(layer.self_attn, model.config, index)
     truth, expected = run()
     assert (ours - truth).abs().max() < 1e-6
-    for name, found, wanted in zip(parameters, gradients, expected, strict=True):
-        assert (found - wanted).abs().max() < 1e-6, name
+    for name, gradient, reference in zip(parameters, gradients, expected, strict=True):
+        assert (gradient - reference).abs().max() < 1e-6, name

@@ -1,4 +1,4 @@
-"""Every mechanism, with every option, against the slow loops written from the papers: outputs and gradients."""
+"""Every mechanism with every option: layer outputs and gradients compared with the oracles."""
 
 from itertools import combinations
 from typing import Any
@@ -54,12 +54,12 @@ PAIRS = [
     for pair in (*combinations(PAIRABLE, 2), *combinations(reversed(PAIRABLE), 2))
     if pair[0].split()[0] != pair[1].split()[0]
 ]
-"""Each two in one order, then in the other."""
+"""All ordered pairs of different mechanisms: first in one order, then reversed."""
 
 
 @pytest.mark.parametrize("pair", first(PAIRS, len(PAIRS) // 2), ids="-".join)
 def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
-    """Two mechanisms in either order follow the oracle, or are refused with a reason when the config is made."""
+    """Two mechanisms in either order agree with the oracle, or the config refuses them."""
     mixers = {name.split()[0]: PAIRABLE[name] for name in pair}
     if pair in REFUSED:
         with pytest.raises(ValueError, match="mixers"):
@@ -87,11 +87,11 @@ def test_layer_with_a_cache(case: str, backbone: str) -> None:
 @pytest.mark.parametrize("case", [name for name, mixers in CASES.items() if "mixture" in mixers])
 def test_routing(case: str) -> None:
     layer = Layer("Llama", CASES[case])
-    seen: list[Any] = []
-    layer.attention.mixers["mixture"].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    outputs: list[Any] = []
+    layer.attention.mixers["mixture"].register_forward_hook(lambda module, inputs, output: outputs.append(output))
     layer.ours()
     _, truth = layer.truth()
-    gates, probabilities = seen[0]
+    gates, probabilities = outputs[0]
     assert (gates - truth["gates"]).abs().max() < OUTPUT_TOLERANCE
     assert (probabilities - truth["probabilities"]).abs().max() < OUTPUT_TOLERANCE
 

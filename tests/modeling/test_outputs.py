@@ -1,4 +1,4 @@
-"""What a model returns: the stock fields in the stock order, and what evaluation loops make of them."""
+"""Model outputs: the stock fields in the stock order, balance loss, router scores, and their use by the Trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,10 @@ def test_the_balance_loss_knows_which_tokens_are_padding() -> None:
 @pytest.mark.parametrize(("case", "backbone"), grid(("knocking", "mixture"), BACKBONES, strength=1))
 def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
-    seen: list[Any] = []
+    predictions_seen: list[Any] = []
 
     def accuracy(prediction: Any) -> dict[str, float]:
-        seen.append(prediction.predictions)
+        predictions_seen.append(prediction.predictions)
         right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
         return {"accuracy": float(right.mean())}
 
@@ -80,7 +80,7 @@ def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path
     predictions = trainer.predict(rows).predictions
     assert isinstance(predictions, numpy.ndarray)
     numpy.testing.assert_allclose(predictions, logits.numpy(), rtol=1e-4, atol=1e-5)
-    assert seen[0].shape == (4, 9, 61)
+    assert predictions_seen[0].shape == (4, 9, 61)
 
 
 def test_a_stock_configuration_is_refused_by_name() -> None:
@@ -99,7 +99,7 @@ def test_a_past_of_another_form_is_refused(case: str) -> None:
 @pytest.mark.parametrize("case", ("knocking", "mixture"))
 @pytest.mark.parametrize("reentrant", (True, False))
 def test_checkpointing_of_either_kind_keeps_every_gradient(reentrant: bool, case: str) -> None:
-    """The reentrant kind would lose the balance loss: mixture runs the other one instead."""
+    """Reentrant checkpointing would lose the balance loss, so mixture uses non-reentrant checkpointing instead."""
     mixers = {
         name: options | ({"balance_weight": 8.0} if name == "mixture" else {}) for name, options in CASES[case].items()
     }

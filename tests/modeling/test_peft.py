@@ -1,4 +1,4 @@
-"""peft: LoRA on the projections, or on every linear layer, beside fully trained mechanisms."""
+"""peft: LoRA on the projections plus fully trained mechanisms, or LoRA on every linear layer."""
 
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,20 @@ for_every_case = pytest.mark.parametrize("case", CASES)
 
 
 def lora(case: str, everywhere: bool = False) -> LoraConfig:
-    """LoRA on queries and values with the mechanisms trained in full, or on all that is linear."""
+    """Return a LoRA config: on q and v projections with fully trained mechanisms, or on all linear layers."""
     if everywhere:
         return LoraConfig(r=2, target_modules="all-linear")
     return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
 
 
 def adapted(case: str, everywhere: bool = False) -> Any:
-    """A toy model with a fresh adapter."""
+    """Return a toy model with a new adapter."""
     torch.manual_seed(0)
     return get_peft_model(mixed_model("Llama", CASES[case]), lora(case, everywhere))
 
 
 def trained(case: str, everywhere: bool = False) -> Any:
-    """An adapter after a few steps, all of which must have moved: large steps, so that nothing is nearly zero."""
+    """Return an adapter after three large training steps; assert that every trainable parameter has changed."""
     model = adapted(case, everywhere).train()
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -43,25 +43,25 @@ def trained(case: str, everywhere: bool = False) -> Any:
     return model.eval()
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Logits equal up to what other kernels make of tensors that lie elsewhere in memory."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that logits are equal up to rounding: kernels may depend on the memory alignment of tensors."""
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
 
 
 def original_name(name: str) -> str:
-    """The name that a parameter of an adapted model had before."""
+    """Return the name of an adapted model's parameter in the model without an adapter."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
 
 
 @for_every_case
 def test_a_fresh_adapter_changes_no_loss_and_no_gradient(case: str) -> None:
-    # In float64: without an adapter, a linear map is multiplied into its projection, and rounds elsewhere.
+    # In float64: without an adapter, a linear map is multiplied into its projection, which rounds differently.
     plain, model = mixed_model("Llama", CASES[case]).double().train(), adapted(case).double().train()
     expected = plain(tokens(), labels=tokens()).loss
     expected.backward()
-    found = model(tokens(), labels=tokens()).loss
-    found.backward()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     fully_trained = {name: x for name, x in model.named_parameters() if x.requires_grad and "lora" not in name}
     mixers = {name: parameter for name, parameter in plain.named_parameters() if ".mixers." in name}
     assert {original_name(name) for name in fully_trained} == set(mixers)

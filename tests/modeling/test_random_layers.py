@@ -1,4 +1,4 @@
-"""Whole layers of random shapes: "sdpa" and "eager" agree with the oracle, in half precision with each other."""
+"""Layers of random shapes: "sdpa" and "eager" agree with the oracle, and with each other in half precision."""
 
 import random
 from collections.abc import Iterable
@@ -22,33 +22,33 @@ HEADS = {
     "differential": ((2, 2), (4, 2), (4, 4), (8, 2)),
     "talking": FREE,
 }
-"""Of queries, and of keys and values; by the mechanism, and its form."""
+"""Pairs (query heads, key/value heads), by mechanism and, for knocking, its form."""
 DYNAMIC = ("query_logits", "key_logits", "query_weights", "key_weights")
 SIDES = ("query", "key", "value")
 STAGES = ("logits", "weights")
 MASKS = ("none", "left", "right", "window", "documents")
 HALF = 0.02
-"""What bfloat16 may be off by, beside the size of the numbers, and thrice what the plain path is off by."""
+"""Relative error allowed in bfloat16, in addition to three times the error of eager attention."""
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toy sizes are several blocks."""
+    """Shrink the blocks so that toy sequences have several."""
     monkeypatch.setattr(talking_blocks, "TALKING_CPU_BLOCKS", (2**23, 1, 1, 2))
 
 
-def some(names: Iterable[str], draw: random.Random) -> list[str]:
+def random_subset(names: Iterable[str], draw: random.Random) -> list[str]:
     return [name for name in names if draw.random() < 0.5]
 
 
 def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> dict[str, Any]:
     if name.startswith("knocking"):
-        return {"form": name.partition(" ")[2] or "linear", "on": some(SIDES, draw) or ["value"]}
+        return {"form": name.partition(" ")[2] or "linear", "on": random_subset(SIDES, draw) or ["value"]}
     if name == "explicit":
-        on = some(SIDES[1:], draw) or ["key", "value"]
-        cut = draw.choice([each for each in range(1, groups + 1) if groups % each == 0])
+        on = random_subset(SIDES[1:], draw) or ["key", "value"]
+        cut = draw.choice([count for count in range(1, groups + 1) if groups % count == 0])
         counts = {f"{side}_heads": cut * draw.randint(1, groups // cut) for side in on}
-        # The norm divides the only scalar of a head away, so that its gradient is nothing but rounding.
+        # The norm cancels the only scalar of a head, so its gradient would be pure rounding error.
         norm = draw.random() < 0.5 and counts.get("value_heads") != cut
         return {"on": on, "norm": norm, "groups": cut} | counts
     if name == "mixture":
@@ -62,16 +62,16 @@ def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> di
         return counts | {option: draw.choice(values) for option, values in options.items()}
     if name == "differential":
         return {"norm": draw.random() < 0.5}
-    on = some(STAGES, draw) or [*STAGES]
+    on = random_subset(STAGES, draw) or [*STAGES]
     options = {
         "on": on,
-        "dynamic": some((kind for kind in DYNAMIC if kind.split("_")[1] in on), draw),
+        "dynamic": random_subset((kind for kind in DYNAMIC if kind.split("_")[1] in on), draw),
     }
     return options | {"softmax_heads": draw.choice((heads, 1, heads + 1)) if len(on) == 2 else heads}
 
 
 def drawn_mask(kind: str, batch: int, length: int, draw: random.Random) -> torch.Tensor:
-    """(B, T, S); each sequence has a real token."""
+    """Return a random causal mask (B, T, S) with at least one real token per sequence."""
     allowed = torch.ones(batch, length, length, dtype=torch.bool).tril()
     for row in allowed:
         if kind == "left":
@@ -87,7 +87,7 @@ def drawn_mask(kind: str, batch: int, length: int, draw: random.Random) -> torch
 
 
 class RandomLayer(Layer):
-    """Sizes, weights, inputs and a mask from a seed."""
+    """A layer with random sizes, options, weights, inputs and mask, determined by a seed."""
 
     def __init__(self, name: str, seed: int) -> None:
         draw, heads = random.Random(f"{name} {seed}"), HEADS[name]
@@ -105,7 +105,7 @@ class RandomLayer(Layer):
         self.cos, self.sin = rope_tables(torch.arange(length).expand(batch, -1), SIZES["head_dim"])
 
     def run(self, backend: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """The output."""
+        """Return the layer's output (B, T, hidden)."""
         self.attention.config._attn_implementation = backend
         mask = self.mask
         if backend == "eager":
@@ -117,22 +117,22 @@ class RandomLayer(Layer):
 
 @torch.no_grad()
 def assert_agrees_without_gradients(layer: RandomLayer) -> None:
-    """As in decoding."""
+    """Assert that the outputs agree with the oracle without gradients, as in decoding."""
     truth = layer.truth()[0][layer.rows]
     assert (layer.run("sdpa")[layer.rows] - truth).abs().max() < OUTPUT_TOLERANCE
 
 
 def assert_as_near_in_half_precision(layer: RandomLayer) -> None:
-    """The output, and all gradients together, as those of eager attention."""
+    """Assert that bfloat16 outputs and gradients are about as accurate as those of eager attention."""
     truths = outcome(layer, layer.truth()[0])
     layer.attention.bfloat16()
-    found = (outcome(layer, layer.run(backend, torch.bfloat16)) for backend in ("sdpa", "eager"))
-    for truth, ours, plain in zip(truths, *found, strict=True):
+    outcomes = (outcome(layer, layer.run(backend, torch.bfloat16)) for backend in ("sdpa", "eager"))
+    for truth, ours, plain in zip(truths, *outcomes, strict=True):
         assert (ours - truth).norm() < 3 * (plain - truth).norm() + HALF * truth.norm()
 
 
 def outcome(layer: RandomLayer, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs, and the gradients of everything, each as one vector."""
+    """Return the output and all gradients, each as one flat vector."""
     gradients = layer.gradients(output).values()
     return output[layer.rows].flatten(), torch.cat([gradient.flatten().double() for gradient in gradients])
 

@@ -1,4 +1,4 @@
-"""The printed table of mechanisms and backbones says what happens when each pair is made."""
+"""The table of supported mechanisms per backbone in backbones.md matches what the configurations accept."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Models that an earlier version saved still load, with the logits that they had then."""
+"""Models saved by an earlier version still load and give the logits recorded then."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, DeepSeek-V3 and GTA: the papers' loops in float64, the stock models, the cache, and what is refused."""
+"""DeepSeek-V2, DeepSeek-V3 and GTA: compared with oracles and stock models; cache contents and refusals."""
 
 import math
 from copy import deepcopy
@@ -41,19 +41,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def allowed_options() -> dict[str, dict[str, Any]]:
-    """Every option of every mechanism that these backbones have, at least once."""
+    """Return cases that use every option that these backbones support at least once."""
     on = ["query", "value"]
     cases = {f"knocking {form}": {"knocking": {"form": form, "on": on}} for form in ("mlp", "linear", "gate")}
     for name, mixers in OPTION_CASES.items():
-        first = mixers.get("differential", {})
-        of_keys = [term for term in mixers.get("talking", {}).get("dynamic", ()) if term.startswith("key")]
-        if "explicit" not in mixers and "knocking" not in mixers and first.get("version") != 2 and not of_keys:
+        options = mixers.get("differential", {})
+        key_terms = [term for term in mixers.get("talking", {}).get("dynamic", ()) if term.startswith("key")]
+        if "explicit" not in mixers and "knocking" not in mixers and options.get("version") != 2 and not key_terms:
             cases[name] = mixers
     return cases | {"mixture before knocking": OPTION_CASES["mixture before knocking"]}
 
 
 class SharedRotaryLayer(Layer):
-    """One attention layer in float64, and the oracle's view of it."""
+    """One attention layer in float64 with inputs (2, 7, 24), and the oracle's arguments for it."""
 
     def __init__(self, backbone: str, mixers: dict[str, Any], **changes: Any) -> None:
         model = mixed_model(backbone, mixers, attention_dropout=0.0, **changes).double()
@@ -66,17 +66,17 @@ class SharedRotaryLayer(Layer):
         length, padding = 7, torch.tensor([0, 2])
         self.inputs = torch.randn(2, length, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         self.inputs = self.inputs * torch.linspace(0.5, 2.0, 24, dtype=torch.float64)
-        seen = torch.arange(length) >= padding[:, None]
-        self.allowed = torch.ones(length, length, dtype=torch.bool).tril() & seen[:, None, :]
+        real = torch.arange(length) >= padding[:, None]
+        self.allowed = torch.ones(length, length, dtype=torch.bool).tril() & real[:, None, :]
         self.rows = self.allowed.any(-1)
-        rotated = 4  # both in the toys of MLA and of GTA
+        rotated = 4  # rotary features in the toys of both MLA and GTA
         frequencies = 100.0 ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
         self.angles = torch.arange(length)[:, None] * frequencies
         neighbours = getattr(self.config, "rope_interleave", True)
         self.sizes = oracle_latent.LatentSizes(12, 8, 6, neighbours) if hasattr(self.config, "kv_lora_rank") else None
 
     def embeddings(self, part: slice) -> Any:
-        """The position embeddings as the model hands them to the layer."""
+        """Return the position embeddings as the model passes them to the layer."""
         angles = self.angles[None, part].expand(2, -1, -1)
         if self.config.model_type.endswith("v2"):
             return torch.polar(torch.ones_like(angles), angles)
@@ -99,10 +99,10 @@ class SharedRotaryLayer(Layer):
         for inputs, allowed in zip(self.inputs, self.allowed, strict=True):
             common = (self.mixers, self.angles, allowed)
             if self.sizes is not None:
-                found = oracle_latent.latent_sequence(inputs, weights, self.shape, self.sizes, *common)
+                result = oracle_latent.latent_sequence(inputs, weights, self.shape, self.sizes, *common)
             else:
-                found = oracle_latent.tied_sequence(inputs, weights, self.shape, *common)
-            outputs.append(found[0])
+                result = oracle_latent.tied_sequence(inputs, weights, self.shape, *common)
+            outputs.append(result[0])
         return torch.stack(outputs), {}
 
 
@@ -134,7 +134,7 @@ def test_sdpa_follows_the_oracle(case: str, backbone: str) -> None:
 
 
 def neutral_starts() -> list[Any]:
-    """Mechanisms that start as the stock model; a map on keys is refused."""
+    """Return mechanisms that start as the stock model, without maps on keys, which are refused."""
     cases = []
     for name, starts in NEUTRAL.items():
         for start in starts if name != "explicit" else []:
@@ -157,7 +157,7 @@ def test_neutral_start_is_the_stock_model(variant: str, mixers: dict[str, Any], 
         stock.set_attn_implementation(backend)
         ours = model_class(backbone).from_pretrained(tmp_path, mixers=mixers, attn_implementation=backend).eval()
         difference = (ours(tokens()).logits - stock(tokens()).logits).abs().max()
-        # In blocks, talking sums in another order.
+        # Blockwise talking sums in another order.
         assert difference <= (1e-5 if ("talking" in mixers, backend) == (True, "sdpa") else 0)
 
 
@@ -177,7 +177,7 @@ def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("backbone", SHARED_ROTARY)
 @torch.no_grad()
 def test_the_cache_holds_what_the_papers_say(backbone: str) -> None:
-    """MLA: the latent vector and the rotated part, as the stock model; GTA: tied states and the half-head."""
+    """MLA caches the latent vector and the rotary part, like the stock model; GTA tied states and the rotary half."""
     numbers = {"Gta": 2 * 8 + 4}.get(backbone, 12 + 4)
     model, ids = mixed_model(backbone, {"knocking": {}}), tokens(2, 9)
     static = StaticCache(config=model.config, max_cache_len=16)
@@ -231,7 +231,7 @@ def test_sizes_that_cannot_work(backbone: str, changes: dict[str, Any], message:
 @pytest.mark.parametrize("backbone", LATENT)
 @torch.no_grad()
 def test_a_replica_projects_with_its_own_modules(backbone: str) -> None:
-    """DataParallel makes one for each GPU, whose modules lie there."""
+    """DataParallel makes one replica per GPU, with its modules on that GPU."""
     layer = SharedRotaryLayer(backbone, {"gating": {}}, q_lora_rank=10)
     expected = layer.ours()
     layer.attention = layer.attention._replicate_for_data_parallel()

@@ -1,4 +1,4 @@
-"""T5: mechanisms for each part of the model, position biases, cross-attention, generation, and the bilinear form."""
+"""T5: mechanisms per part of the model, position biases, cross-attention, generation, and `bilinear`."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ import crosshead
 import oracle_routing
 import oracles
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, gradients
-from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, Place
+from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, PartLayer
 from tiers import grid
 from toys import ENCODER_CASES, NEUTRAL, T5_SIZES, lopsided, mixed_config, mixed_model, stock_model, tokens
 
@@ -27,48 +27,48 @@ each_case = pytest.mark.parametrize("case", ENCODER_CASES)
 @each_case_on_a_part
 def test_attention_follows_the_oracle(case: str, part: str) -> None:
     for backend in ("eager", "sdpa"):
-        place = Place(part, ENCODER_CASES[case], backend)
-        ours, truth = place.ours(), place.truth()
+        layer = PartLayer(part, ENCODER_CASES[case], backend)
+        ours, truth = layer.ours(), layer.truth()
         assert truth.abs().max() > 0.1
         assert (ours - truth).abs().max() < OUTPUT_TOLERANCE, backend
-        leaves = {"inputs": place.inputs, **dict(place.attention.named_parameters())}
+        leaves = {"inputs": layer.inputs, **dict(layer.attention.named_parameters())}
         expected = gradients(truth, leaves)
         for name, gradient in gradients(ours, leaves).items():
             assert (gradient - expected[name]).abs().max() < GRADIENT_TOLERANCE, name
 
 
 def factors(*shapes: tuple[int, ...]) -> list[Tensor]:
-    """Random tensors in float64."""
+    """Return random tensors of the given shapes in float64."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5 for shape in shapes]
 
 
-def bilinear_place(p: Tensor, q: Tensor) -> Place:
-    """A layer of the bilinear form with the two tensors of the paper, (d_X, d_M, h) and (d_M, d_Y, h)."""
-    place = Place("encoder", {"bilinear": {}})
+def bilinear_place(p: Tensor, q: Tensor) -> PartLayer:
+    """Return a `bilinear` layer with the paper's tensors P (d_X, d_M, h) and Q (d_M, d_Y, h)."""
+    layer = PartLayer("encoder", {"bilinear": {}})
     with torch.no_grad():
-        place.attention.q.weight.copy_(p.permute(2, 1, 0).flatten(0, 1))
-        place.attention.o.weight.copy_(q.permute(1, 2, 0).flatten(1))
-    return place
+        layer.attention.q.weight.copy_(p.permute(2, 1, 0).flatten(0, 1))
+        layer.attention.o.weight.copy_(q.permute(1, 2, 0).flatten(1))
+    return layer
 
 
 def test_bilinear_follows_the_paper() -> None:
     p, q = factors((32, 32, 4), (32, 32, 4))
-    place = bilinear_place(p, q)
-    bias = place.bias()
+    layer = bilinear_place(p, q)
+    bias = layer.bias()
     assert bias is not None
     for b in range(2):
-        truth = oracles.bilinear(place.inputs[b], place.inputs[b], p, q, place.allowed[b], bias)
-        assert (place.ours()[b] - truth).abs().max() < OUTPUT_TOLERANCE
+        truth = oracles.bilinear(layer.inputs[b], layer.inputs[b], p, q, layer.allowed[b], bias)
+        assert (layer.ours()[b] - truth).abs().max() < OUTPUT_TOLERANCE
 
 
 @pytest.mark.parametrize("mechanism", ["multi-head", "talking"])
 def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
-    """Section 6 of the paper: `P` and `Q` as products of the projections, with the maps across heads or without."""
-    place = Place("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
-    attention, bias = place.attention, place.attention.relative_attention_bias.weight
+    """Section 6 of the paper: with `P` and `Q` set to products of projections (and head maps), outputs are equal."""
+    layer = PartLayer("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
+    attention, bias = layer.attention, layer.attention.relative_attention_bias.weight
     with torch.no_grad():
-        bias.zero_()  # the paper's form has none
+        bias.zero_()  # the paper's form has no bias
     per_head = {name: getattr(attention, name).weight.view(4, 8, 32) for name in "qkv"}
     out = attention.o.weight.view(32, 4, 8)
     if mechanism == "talking":
@@ -82,12 +82,12 @@ def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
     bilinear = bilinear_place(p, q)
     with torch.no_grad():
         bilinear.attention.relative_attention_bias.weight.zero_()
-    assert (bilinear.ours() - place.ours()).abs().max() < OUTPUT_TOLERANCE
-    assert place.ours().abs().max() > 0.1
+    assert (bilinear.ours() - layer.ours()).abs().max() < OUTPUT_TOLERANCE
+    assert layer.ours().abs().max() > 0.1
 
 
 def test_bilinear_has_the_parameters_of_the_paper() -> None:
-    """Table 1: 14,155,776 per layer, beside 2,359,296 of multi-head attention."""
+    """Table 1 of the paper: 14,155,776 parameters per `bilinear` layer, 2,359,296 per multi-head attention layer."""
     config = mixed_config("T5", {"encoder": {"bilinear": {}}}, d_model=768, num_heads=12, d_kv=64)
     with torch.device("meta"):
         model = crosshead.CrossheadT5ForConditionalGeneration(config)
@@ -112,7 +112,7 @@ def test_neutral_start_is_the_stock_model(mechanism: str, tmp_path: Path) -> Non
             ).eval()
             stock.set_attn_implementation(backend)
             difference = (ours(**calls).logits - stock(**calls).logits).abs().max()
-            # In blocks, talking sums in another order; a zero bias in the stock class may select another kernel.
+            # Blockwise talking sums in another order; the stock class passes a zero bias, which may change the kernel.
             assert difference <= (0 if backend == "eager" else 1e-5 if mechanism == "talking" else 1e-6)
 
 
@@ -138,7 +138,7 @@ def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any,
 @each_case
 @torch.no_grad()
 def test_generation(case: str) -> None:
-    """Cached steps repeat the whole pass; beams, a static cache and no cache find the same tokens."""
+    """Cached steps equal the full forward pass; generation is the same with beams, a static cache and no cache."""
     for backend in ("eager", "sdpa"):
         model = mixed_model("T5", ENCODER_CASES[case], backend=backend)
         whole = model(**INPUTS, decoder_input_ids=ANSWER, use_cache=False).logits
@@ -191,22 +191,22 @@ def test_the_encoder_alone(tmp_path: Path) -> None:
     assert torch.equal(out.last_hidden_state, model.encoder(**INPUTS).last_hidden_state)
     assert len(out.head_router_scores) == 2
     whole = crosshead.CrossheadT5Model.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    found = whole(**INPUTS, decoder_input_ids=ANSWER, output_head_router_scores=True)
-    assert torch.equal(found.encoder_last_hidden_state, out.last_hidden_state)
-    assert len(found.head_router_scores) == 2
+    output = whole(**INPUTS, decoder_input_ids=ANSWER, output_head_router_scores=True)
+    assert torch.equal(output.encoder_last_hidden_state, out.last_hidden_state)
+    assert len(output.head_router_scores) == 2
 
 
 @torch.no_grad()
 def test_losses_with_a_past_and_its_mask() -> None:
-    """A mask of the decoder is as long as past and present; the losses are those of the present."""
+    """The decoder mask covers cached and new tokens; the losses are those of the new tokens."""
     model, rest = mixed_model("T5", MIXTURE), ANSWER[:, 2:].contiguous()
     past = model(**INPUTS, decoder_input_ids=ANSWER[:, :2])
-    given = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK, "labels": rest}
-    given |= {"decoder_attention_mask": torch.ones_like(ANSWER), "past_key_values": past.past_key_values}
-    assert torch.isfinite(model(**given, decoder_input_ids=rest).loss)
+    inputs = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK, "labels": rest}
+    inputs |= {"decoder_attention_mask": torch.ones_like(ANSWER), "past_key_values": past.past_key_values}
+    assert torch.isfinite(model(**inputs, decoder_input_ids=rest).loss)
     model.config.output_head_router_scores = True
-    begun = {"decoder_input_ids": ANSWER, "decoder_attention_mask": torch.ones_like(ANSWER)}
-    assert model.generate(**INPUTS, **begun, max_new_tokens=3).shape[1] > ANSWER.shape[1]
+    prompt = {"decoder_input_ids": ANSWER, "decoder_attention_mask": torch.ones_like(ANSWER)}
+    assert model.generate(**INPUTS, **prompt, max_new_tokens=3).shape[1] > ANSWER.shape[1]
 
 
 def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
@@ -220,7 +220,7 @@ def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
         (out.head_router_scores[:2], MASK.bool()),
         (out.head_router_scores[2:], torch.ones_like(ANSWER).bool()),
     ):
-        selected = [torch.zeros_like(each).scatter(-1, each.topk(1, -1).indices, 1.0) for each in scores]
+        selected = [torch.zeros_like(x).scatter(-1, x.topk(1, -1).indices, 1.0) for x in scores]
         expected.append(oracle_routing.balance_loss(list(zip(scores, selected, strict=True)), valid))
     assert torch.allclose(out.balance_loss, torch.stack(expected).mean())
     plain = functional.cross_entropy(out.logits.flatten(0, 1), ANSWER.flatten())
@@ -252,7 +252,7 @@ def test_initial_values_have_the_stock_scale() -> None:
         if name.startswith("decoder") and name in theirs and theirs[name].numel() > 500:
             assert 0.9 < parameter.std() / theirs[name].std() < 1.1, name
     attention = ours.encoder.block[0].layer[0].SelfAttention
-    # The products of the factors: of P, whose entries have the deviation 1 / d, and of Q, 1 / sqrt(h d).
+    # Standard deviations 1 / d for the entries of P, and 1 / sqrt(h d) for Q.
     assert abs(attention.q.weight.std() * 64 - 1) < 0.05
     assert abs(attention.o.weight.std() * (4 * 64) ** 0.5 - 1) < 0.05
 
@@ -262,9 +262,9 @@ def test_half_precision_is_near_single() -> None:
     for case in ENCODER_CASES:
         model = mixed_model("T5", ENCODER_CASES[case], backend="sdpa")
         expected = model(**INPUTS, decoder_input_ids=ANSWER).logits
-        found = model.to(torch.bfloat16)(**INPUTS, decoder_input_ids=ANSWER).logits.float()
-        # Logits of attention are not scaled, so that a rounding moves the softmax of these weights by much.
-        assert functional.cosine_similarity(found.flatten(), expected.flatten(), 0) > 0.9, case
+        logits = model.to(torch.bfloat16)(**INPUTS, decoder_input_ids=ANSWER).logits.float()
+        # T5 does not scale attention logits, so rounding changes the softmax of these random weights considerably.
+        assert functional.cosine_similarity(logits.flatten(), expected.flatten(), 0) > 0.9, case
 
 
 @pytest.mark.parametrize(

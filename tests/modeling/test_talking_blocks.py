@@ -1,4 +1,4 @@
-"""Talking-Heads in blocks against a plain computation: outputs, gradients, masks, launches, memory, the compiler."""
+"""Blockwise Talking-Heads attention compared with a plain one: outputs, gradients, launches, memory, compilation."""
 
 import random
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from tiers import first
 
 SCALING = 0.7
 BLOCK_SIZES = ((1, 4), (2, 3), (3, 5), (3, 64), (2, 1))
-"""Sequences and queries of a block."""
+"""Maximum sequences and queries per block."""
 
 
 @dataclass
 class Call:
-    """A random call in float64."""
+    """A random attention call in float64."""
 
     tensors: list[torch.Tensor | None]
     mask: torch.Tensor | None
@@ -28,19 +28,19 @@ class Call:
     direction: torch.Tensor
 
     def run(self, operator: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-        """The output and the gradients of all tensors; maps have the widened dtype."""
+        """Return the output and the gradients of all tensors; head maps are at least in float32."""
         dtypes = [dtype] * 3 + [torch.promote_types(dtype, torch.float32)] * 4
-        given = [
+        tensors = [
             None if x is None else x.to(kind, copy=True).requires_grad_()
             for x, kind in zip(self.tensors, dtypes, strict=True)
         ]
-        output = operator(*given, self.mask, SCALING, self.causal)
-        leaves = [x for x in given if x is not None]
+        output = operator(*tensors, self.mask, SCALING, self.causal)
+        leaves = [x for x in tensors if x is not None]
         return [output.detach(), *torch.autograd.grad(output, leaves, self.direction.to(dtype))]
 
 
 def drawn(seed: int) -> Call:
-    """Grouped heads, three head counts, maps of all kinds, every kind of mask."""
+    """Return a random call: grouped heads, three head counts, static and dynamic maps, any kind of mask."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]] = 
 
 
 def plain(*call: Any) -> torch.Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Return the output by the definition of Talking-Heads attention, in the dtype of the arguments."""
     query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal = call
     shared, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     logits = torch.einsum("bhtd,bhsd->bhts", query, key.repeat_interleave(shared, 1)).to(wide) * scaling
@@ -94,15 +94,15 @@ def plain(*call: Any) -> torch.Tensor:
     return torch.einsum("bhts,bhsd->bthd", weights, value)
 
 
-def mapped(maps: torch.Tensor, key_maps: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
-    (batch, _, queries, _), sizes = given.shape, maps.shape[2:]
-    result = torch.einsum("btij,bjts->bits", maps.expand(batch, queries, *sizes), given)
-    return result if key_maps is None else result + torch.einsum("bsij,bjts->bits", key_maps, given)
+def mapped(maps: torch.Tensor, key_maps: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+    (batch, _, queries, _), sizes = scores.shape, maps.shape[2:]
+    result = torch.einsum("btij,bjts->bits", maps.expand(batch, queries, *sizes), scores)
+    return result if key_maps is None else result + torch.einsum("bsij,bjts->bits", key_maps, scores)
 
 
 @pytest.fixture
 def sized(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
-    """Makes blocks of so many sequences and queries at most."""
+    """Return a function that sets the maximum number of sequences and queries per block."""
 
     def choose(size: tuple[int, int]) -> None:
         def chosen(device: str, batch: int, queries: int, row: int) -> tuple[int, int]:
@@ -115,38 +115,38 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
 
 @pytest.mark.parametrize("seeds", first([range(40), range(40, 800)]))
 def test_random_calls_agree_with_the_plain_computation(seeds: range, sized: Any) -> None:
-    """Outputs and gradients, in float64 to rounding."""
+    """Compares outputs and gradients in float64, up to rounding."""
     for seed in seeds:
         call = drawn(seed)
         expected = call.run(plain)
         sized(BLOCK_SIZES[seed % len(BLOCK_SIZES)])
-        for found, wanted in zip(call.run(talking_blocks), expected, strict=True):
-            assert (found - wanted).abs().max() < 1e-10 * (1 + wanted.abs().max()), seed
+        for result, reference in zip(call.run(talking_blocks), expected, strict=True):
+            assert (result - reference).abs().max() < 1e-10 * (1 + reference.abs().max()), seed
 
 
 @pytest.mark.parametrize("seed", first(range(12), 4))
 def test_half_precision_is_as_near_as_the_plain_computation(seed: int, sized: Any) -> None:
     call = drawn(seed)
     sized((2, 4))
-    exact, near = call.run(plain), call.run(plain, torch.bfloat16)
+    exact, plain_half = call.run(plain), call.run(plain, torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = call.run(talking_blocks, torch.bfloat16)
-    for wanted, other, ours in zip(exact, near, found, strict=True):
+        blocks = call.run(talking_blocks, torch.bfloat16)
+    for reference, other, ours in zip(exact, plain_half, blocks, strict=True):
         assert ours.dtype == other.dtype
-        bound = 1.5 * (other - wanted).norm() + 0.02 * (wanted.norm() + 1e-3)
-        assert (ours - wanted).norm() < bound
+        bound = 1.5 * (other - reference).norm() + 0.02 * (reference.norm() + 1e-3)
+        assert (ours - reference).norm() < bound
 
 
 def test_a_masked_block_of_another_device_is_the_same_without_reading_the_mask(
     sized: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There every block meets all keys and may be blind."""
+    """On other devices every block attends to all keys, and some of its queries may have no visible key."""
     sized((2, 4))
     calls = [call for call in map(drawn, range(60)) if call.mask is not None]
     expected = [call.run(talking_blocks) for call in calls]
     monkeypatch.setattr(module, "talking_mask_span", lambda mask: (slice(0, mask.shape[-1]), mask.dtype == torch.bool))
-    for call, wanted in zip(calls, expected, strict=True):
-        torch.testing.assert_close(call.run(talking_blocks), wanted, rtol=1e-10, atol=1e-10)
+    for call, reference in zip(calls, expected, strict=True):
+        torch.testing.assert_close(call.run(talking_blocks), reference, rtol=1e-10, atol=1e-10)
 
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
@@ -161,7 +161,7 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
 
 
 def test_block_sizes() -> None:
-    """Those of the long case on the CPU, short sequences there, and the launches' case on a GPU."""
+    """Covers long and short sequences on the CPU, and on a GPU the case of the kernel launch test and a longer one."""
     heads = 16
     assert module.talking_block_size("cpu", 2, 4096, 2 * heads * 4096) == (1, 64)
     assert module.talking_block_size("cpu", 2, 10**6, 2 * heads * 10**6) == (1, 16)
@@ -171,7 +171,7 @@ def test_block_sizes() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Counts what a GPU would be asked to compute, and the most numbers that one tensor had."""
+    """Counts the kernel launches that a GPU would need, and records the largest number of elements of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("groups", (8, 32))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_gpu_launches_few_kernels_and_waits_for_none(masked: bool, groups: int, dtype: torch.dtype) -> None:
-    """Meta tensors have no numbers, so that reading one would be an error."""
+    """Runs on meta tensors, which have no data: a device synchronisation would raise an error."""
     batch, heads, length, size = 8, 32, 2048, 64
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_memory_grows_linearly_with_the_length(masked: bool, sized: Any) -> None
         with Watch() as peak:
             output = module.talking_forward(*tensors, SCALING, True)
             module.talking_backward(output, tensors, SCALING, True)
-        assert peak.numbers <= heads * 4 * 4 * length  # the memory of the blocks: at most four, of four queries each
+        assert peak.numbers <= heads * 4 * 4 * length  # at most four blocks of four queries each
         numbers.append(peak.numbers)
     assert numbers[1] == 2 * numbers[0]
 
@@ -232,8 +232,8 @@ def test_the_operators_keep_their_contract(seed: int, sized: Any) -> None:
     sized((2, 4))
     tensors = [None if x is None else x.requires_grad_() for x in call.tensors]
     torch.library.opcheck(talking_blocks, (*tensors, call.mask, SCALING, call.causal))
-    given = [None if x is None else x.detach() for x in [*tensors, call.mask]]
-    torch.library.opcheck(module.talking_gradients, (call.direction, given, SCALING, call.causal))
+    saved = [None if x is None else x.detach() for x in [*tensors, call.mask]]
+    torch.library.opcheck(module.talking_gradients, (call.direction, saved, SCALING, call.causal))
 
 
 @pytest.mark.compile

@@ -1,4 +1,4 @@
-"""Talking-Heads in blocks against the slow loops written from the paper, and as part of whole models."""
+"""Blockwise Talking-Heads attention: layers compared with the oracle, whole models compared with eager attention."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def test_layer_with_a_cache(case: str) -> None:
 
 
 def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
-    """A toy model on eager attention, and the same in blocks."""
+    """Return a toy model with eager attention, and the same model with blockwise attention ("sdpa")."""
     eager, blocks = (mixed_model("Qwen3", TALKING[case], backend=backend, **changes) for backend in ("eager", "sdpa"))
     return eager.to(dtype), blocks.to(dtype)
 
@@ -54,12 +54,12 @@ def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tupl
 @for_first_case
 @torch.no_grad()
 def test_masks_of_models(case: str) -> None:
-    """No padding, padding on either side, packed documents, and a window."""
+    """Covers no padding, left and right padding, packed documents and sliding windows."""
     ids, left = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     left[1, :5] = 0
     packed = torch.tensor([[*range(5), *range(7)]] * 2)
     window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    for changes, given in (
+    for changes, arguments in (
         ({}, {}),
         ({}, {"attention_mask": left}),
         ({}, {"attention_mask": left.flip(1)}),
@@ -67,10 +67,10 @@ def test_masks_of_models(case: str) -> None:
         (window, {}),
         (window, {"attention_mask": left}),
     ):
-        eager, blocks = (model(ids, **given).logits for model in sides(case, **changes))
-        real = given.get("attention_mask", torch.ones_like(ids)).bool()
+        eager, blocks = (model(ids, **arguments).logits for model in sides(case, **changes))
+        real = arguments.get("attention_mask", torch.ones_like(ids)).bool()
         assert blocks.isfinite().all()
-        assert (eager - blocks)[real].abs().max() < 1e-4, (changes, given)
+        assert (eager - blocks)[real].abs().max() < 1e-4, (changes, arguments)
 
 
 @for_first_case
@@ -84,7 +84,7 @@ def test_generation(case: str, cache: str) -> None:
     assert torch.equal(eager, blocks)
 
 
-# With mixture, rounding sends tokens to other heads.
+# Without `mixture`, since rounding changes its routes.
 @pytest.mark.parametrize("case", first(case for case in TALKING if "mixture" not in case))
 def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None:
     for dtype, autocast, checkpointing in (
@@ -92,7 +92,7 @@ def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None
         (torch.float32, True, False),
         (torch.bfloat16, False, False),
     ):
-        found = []
+        gradients = []
         for model in sides(case, dtype):
             model.train()
             if checkpointing:
@@ -100,11 +100,11 @@ def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = model(tokens(), labels=tokens(), use_cache=False).loss
             loss.backward()
-            found.append({name: x.grad for name, x in model.named_parameters()} | {"loss": loss.detach()})
+            gradients.append({name: x.grad for name, x in model.named_parameters()} | {"loss": loss.detach()})
         exact = dtype == torch.float32 and not autocast
-        for name, wanted in found[0].items():
-            error = (found[1][name] - wanted).norm() / (wanted.norm() + 1e-3)
-            assert found[1][name].dtype == wanted.dtype
+        for name, expected in gradients[0].items():
+            error = (gradients[1][name] - expected).norm() / (expected.norm() + 1e-3)
+            assert gradients[1][name].dtype == expected.dtype
             assert error < (1e-4 if exact else 0.25), (name, dtype, autocast)
 
 
@@ -115,6 +115,6 @@ def test_a_mask_that_is_given_may_be_of_any_form() -> None:
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
     eager, blocks = sides("talking")
     with torch.no_grad():
-        wanted = eager(ids, attention_mask=additive).logits
+        expected = eager(ids, attention_mask=additive).logits
         for mask in (allowed, additive):
-            assert (blocks(ids, attention_mask=mask).logits - wanted).abs().max() < 1e-4
+            assert (blocks(ids, attention_mask=mask).logits - expected).abs().max() < 1e-4

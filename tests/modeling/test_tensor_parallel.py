@@ -1,4 +1,4 @@
-"""Two processes that share a model by the library's tensor parallelism give the logits of one."""
+"""Two processes under transformers' tensor parallelism give the same logits as one."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     expected = {}
     for backbone in BACKBONES:
         for case, mixers in CASES.items():
-            model = mixed_model(backbone, mixers, vocab_size=62)  # an even number, to be shared by two
+            model = mixed_model(backbone, mixers, vocab_size=62)  # even, to be split between two processes
             model.save_pretrained(tmp_path / "models" / f"{backbone}-{case}")
             with torch.no_grad():
                 expected[f"{backbone}-{case}"] = model(tokens()).logits
@@ -33,12 +33,12 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = torch.load(tmp_path / "found")["models"]
-    assert set(found) == set(expected)
+    results = torch.load(tmp_path / "found")["models"]
+    assert set(results) == set(expected)
     for name, logits in expected.items():
-        shared_logits, spread = found[name]
+        shared_logits, sharded = results[name]
         assert (shared_logits - logits).abs().max() < 1e-4
-        assert spread and all(parameter.startswith("mlp.") for parameter in spread), spread
+        assert sharded and all(parameter.startswith("mlp.") for parameter in sharded), sharded
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

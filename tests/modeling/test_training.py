@@ -1,4 +1,4 @@
-"""Training loops: transformers' Trainer and accelerate, accumulation, activation checkpointing, the balance loss."""
+"""Training with transformers' Trainer and accelerate: accumulation, activation checkpointing, balance loss."""
 
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,27 @@ ROUTED: dict[str, dict[str, Any]] = {
     "one_layer": {"mixture": {"shared_heads": 0, "active_heads": 2, "layers": [1]}},
 }
 for_every_router = pytest.mark.parametrize("router", ROUTED)
-BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: counted twice, or per call, it would show
+BALANCE_WEIGHT = 8.0  # makes the balance loss as large as the cross-entropy, so that double counting is detected
 
 
 def weighing(mixers: dict[str, Any], balance_weight: float) -> dict[str, Any]:
-    """The same mixers with another weight on the balance loss."""
+    """Return the mixers with another weight of the balance loss, if they have `mixture`."""
     routing = {"mixture": mixers["mixture"] | {"balance_weight": balance_weight}} if "mixture" in mixers else {}
     return mixers | routing
 
 
 def model_of(mixers: dict[str, Any], checkpointing: bool = False, backbone: str = "Llama") -> Any:
-    """A toy model in training mode."""
+    """Return a toy model in training mode."""
     model = mixed_model(backbone, mixers).train()
     if checkpointing:
-        # The old name is deprecated where the new one exists.
+        # Newer transformers deprecate the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     return model
 
 
 def batch(rows: int = 8, length: int = 9) -> dict[str, torch.Tensor]:
-    """Sequences of different lengths, padded left and right in turn; some tokens are not to be predicted."""
+    """Return sequences of different lengths, alternately padded left and right; some labels are ignored."""
     generator = torch.Generator().manual_seed(4)
     input_ids = torch.randint(1, 61, (rows, length), generator=generator)
     mask = torch.ones_like(input_ids)
@@ -54,44 +54,44 @@ def batch(rows: int = 8, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 def parts(whole: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """The batch in `count` micro-batches."""
+    """Split a batch into `count` micro-batches."""
     pieces = {name: tensor.chunk(count) for name, tensor in whole.items()}
     return [{name: pieces[name][index] for name in pieces} for index in range(count)]
 
 
 def predicted(inputs: dict[str, torch.Tensor]) -> int:
-    """How many tokens are predicted."""
+    """Return the number of predicted tokens (labels that are not ignored, after the shift)."""
     return int(inputs["labels"][:, 1:].ne(-100).sum())
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """By parameter; every parameter must have one."""
+    """Return the gradients by parameter name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def values(model: Any) -> dict[str, torch.Tensor]:
-    """A copy of the parameters."""
+    """Return a copy of the parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def balance_by_hand(model: Any, scores: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
-    """`sum_i P_i f_i` over the real tokens, mean over the layers that route; `scores` are (B, T, heads)."""
+    """Return `sum_i P_i f_i` over the real tokens, averaged over the routed layers; `scores` are (B, T, heads)."""
     settings = model.config.mixers["mixture"]
     selected = settings["active_heads"] - settings["shared_heads"]
     layers = []
     for layer in scores:
         real = layer[mask.bool()]
-        places = real.argsort(dim=-1, descending=True).argsort(dim=-1)
-        layers.append((real.mean(0) * (places < selected).to(real).mean(0)).sum())
+        ranks = real.argsort(dim=-1, descending=True).argsort(dim=-1)
+        layers.append((real.mean(0) * (ranks < selected).to(real).mean(0)).sum())
     return torch.stack(layers).mean()
 
 
 def by_hand(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[float]) -> torch.Tensor:
-    """Each micro-batch's mean cross-entropy and balance loss, times its share. Gradients are left in the model."""
+    """Return the sum over micro-batches of share * (cross-entropy + balance loss); leave gradients in the model."""
     total = torch.zeros(())
     for inputs, share in zip(batches, shares, strict=True):
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        output = model(**given, use_cache=False, output_head_router_scores=True)
+        arguments = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        output = model(**arguments, use_cache=False, output_head_router_scores=True)
         loss = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
         if output.head_router_scores:
             balance = balance_by_hand(model, output.head_router_scores, inputs["attention_mask"])
@@ -102,7 +102,7 @@ def by_hand(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[flo
 
 
 def trainer_for(model: Any, folder: Path, **options: Any) -> Trainer:
-    """The library's Trainer on the CPU over the rows of `batch()`."""
+    """Return a transformers Trainer on the CPU over the rows of `batch()`."""
     rows = [{name: tensor[row] for name, tensor in batch().items()} for row in range(8)]
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -116,7 +116,7 @@ def trainer_for(model: Any, folder: Path, **options: Any) -> Trainer:
 
 
 def one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """One optimizer step over `batch()` in `accumulation` micro-batches: the loss, and the gradients applied."""
+    """Run one optimizer step over `batch()` in `accumulation` micro-batches; return the loss and the gradients."""
     trainer = trainer_for(
         model,
         folder,
@@ -136,22 +136,22 @@ def one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[s
     return loss, {name: before[name] - after[name] for name in before}
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """Equal up to the rounding of sums taken in another order."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-6)
+def assert_same(result: Any, expected: Any) -> None:
+    """Assert equality up to the rounding of sums in another order."""
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=5e-6)
 
 
 @for_each_case_and_decoder
 def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> None:
-    losses, found = [], []
+    losses, gradients_by_run = [], []
     for checkpointing in (False, True):
         model = model_of(weighing(mixers_of(case, backbone), BALANCE_WEIGHT), checkpointing, backbone)
         loss = model(**batch(), use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())
-        found.append(gradients(model))
+        gradients_by_run.append(gradients(model))
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-7)
+    torch.testing.assert_close(gradients_by_run[1], gradients_by_run[0], rtol=0, atol=1e-7)
 
 
 @for_compositions
@@ -161,9 +161,9 @@ def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Pa
     expected = plain(**batch(), use_cache=False).loss
     expected.backward()
     for accumulation in (1, 4):
-        loss, found = one_step(model_of(mixers), tmp_path, accumulation)
+        loss, applied = one_step(model_of(mixers), tmp_path, accumulation)
         assert loss == pytest.approx(expected.item(), rel=1e-5)
-        assert_same(found, gradients(plain))
+        assert_same(applied, gradients(plain))
 
 
 @pytest.mark.oldest
@@ -176,9 +176,9 @@ def test_trainer_counts_the_balance_loss_once(
     mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
     plain, pieces = model_of(mixers), parts(batch(), accumulation)
     expected = by_hand(plain, pieces, [predicted(piece) / predicted(batch()) for piece in pieces])
-    loss, found = one_step(model_of(mixers, checkpointing), tmp_path, accumulation)
+    loss, applied = one_step(model_of(mixers, checkpointing), tmp_path, accumulation)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert_same(found, gradients(plain))
+    assert_same(applied, gradients(plain))
 
 
 @pytest.mark.parametrize("router", first(ROUTED, 2))
@@ -186,7 +186,7 @@ def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: s
     mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
     plain, pieces = model_of(mixers), parts(batch(), 4)
     expected = by_hand(plain, pieces, [1 / 4] * 4)
-    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer may have left its precision there
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier Trainer may have set its precision
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = accelerator.prepare(model_of(mixers))
     losses = []
@@ -209,12 +209,12 @@ def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
     expected = balance_by_hand(model, together, torch.ones(1, 9 + 4 + 6))
     ids, mask = torch.full((3, 9), 7), torch.zeros(3, 9, dtype=torch.long)
     for row, sequence in enumerate(sequences):
-        place = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
-        ids[row, place], mask[row, place] = sequence, 1
-    found = model(ids, attention_mask=mask, output_head_router_scores=True)
-    torch.testing.assert_close(found.balance_loss, expected, rtol=1e-5, atol=0)
+        position = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
+        ids[row, position], mask[row, position] = sequence, 1
+    output = model(ids, attention_mask=mask, output_head_router_scores=True)
+    torch.testing.assert_close(output.balance_loss, expected, rtol=1e-5, atol=0)
     unmasked = model(ids, output_head_router_scores=True).balance_loss
-    assert (unmasked - expected).abs() > 1e-3  # or the mask would make no difference here
+    assert (unmasked - expected).abs() > 1e-3  # padding matters for this input
 
 
 @pytest.mark.oldest

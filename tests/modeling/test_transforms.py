@@ -16,7 +16,7 @@ TOKENS = toys.tokens()
 @pytest.mark.parametrize(("case", "backend"), grid(CASES, ("eager", "sdpa"), strength=1))
 def test_transformed_gradients(case: str, backend: str) -> None:
     model = toys.mixed_model("Llama", CASES[case], backend).double()
-    some = {name: weight.detach() for name, weight in model.named_parameters() if "mlp" in name}
+    params = {name: weight.detach() for name, weight in model.named_parameters() if "mlp" in name}
 
     def loss(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         return functional_call(model, weights, (ids,), {"labels": ids, "use_cache": False}).loss
@@ -25,7 +25,7 @@ def test_transformed_gradients(case: str, backend: str) -> None:
     for ids in TOKENS:
         model.zero_grad()
         model(ids[None], labels=ids[None], use_cache=False).loss.backward()
-        expected.append({name: model.get_parameter(name).grad.clone() for name in some})
-    torch.testing.assert_close(grad(loss)(some, TOKENS[:1]), expected[0])
-    of_each: Any = vmap(lambda ids: grad(loss)(some, ids[None]))(TOKENS)
-    torch.testing.assert_close(of_each, {name: torch.stack([each[name] for each in expected]) for name in some})
+        expected.append({name: model.get_parameter(name).grad.clone() for name in params})
+    torch.testing.assert_close(grad(loss)(params, TOKENS[:1]), expected[0])
+    per_sample: Any = vmap(lambda ids: grad(loss)(params, ids[None]))(TOKENS)
+    torch.testing.assert_close(per_sample, {name: torch.stack([grads[name] for grads in expected]) for name in params})

@@ -1,4 +1,4 @@
-"""TransNeXt: its attention and whole models against slow loops, losses, training and precision."""
+"""TransNeXt: attention and whole models compared with the oracle, losses, training and precision."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transnext_toys import CASES, CONSTANT, IMAGES, LABELS, ROUTED, SIZES, model
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The attention modules of all layers."""
+    """Return the attention modules of all layers."""
     return [getattr(parent, name) for _, parent, name in model.base_model._attention_places()]
 
 
@@ -36,8 +36,8 @@ def test_attention_follows_the_oracle(case: str, size: tuple[int, int]) -> None:
         mixers = config.mixers_of_layer(layer)
         expected = torch.stack(
             [
-                torch.stack(transnext_oracle.attention(list(each), size, named, shape, mixers)[0])
-                for each in inputs.unbind()
+                torch.stack(transnext_oracle.attention(list(sequence), size, named, shape, mixers)[0])
+                for sequence in inputs.unbind()
             ]
         )
         assert expected.abs().max() > 0.1
@@ -52,19 +52,19 @@ def test_attention_follows_the_oracle(case: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("case", first(["mixture", "plain", "talking"]))
 def test_models_follow_the_oracle(case: str) -> None:
-    """Logits, balance loss and the gradients of the whole loss, for images whose sides are odd."""
+    """Compares logits, balance loss and the gradients of the total loss, for images with odd sides."""
     model = model_of(CASES[case]).double()
     images, named = IMAGES.double(), dict(model.named_parameters())
-    found = [transnext_oracle.classifier(image, named, model.config) for image in images]
-    logits = torch.stack([each for each, _ in found])
+    results = [transnext_oracle.classifier(image, named, model.config) for image in images]
+    logits = torch.stack([image_logits for image_logits, _ in results])
     output = model(images, labels=LABELS)
     assert (output.logits - logits).abs().max() < OUTPUT_TOLERANCE and logits.abs().max() > 0.1
     loss = functional.cross_entropy(logits, LABELS)
     if case == "mixture":
         losses = []
-        for layer in (2, 3, 4):  # the others share all heads
+        for layer in (2, 3, 4):  # all heads of the other layers are shared
             probabilities, selected, _ = (
-                torch.stack([torch.stack([token[part] for token in image[layer]]) for _, image in found])
+                torch.stack([torch.stack([token[part] for token in image[layer]]) for _, image in results])
                 for part in range(3)
             )
             valid = torch.ones(probabilities.shape[:2], dtype=torch.bool)
@@ -104,31 +104,31 @@ def test_models_that_share_every_head_have_no_balance_loss() -> None:
 
 @pytest.mark.parametrize("case", ["mixture", "talking"])
 def test_checkpointing_gives_the_same_gradients(case: str) -> None:
-    found = []
+    gradients = []
     for checkpointing in (False, True):
         model = model_of(CASES[case]).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         model(IMAGES, labels=LABELS).loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found, strict=True))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("case", ["plain", "mixture"])
 @torch.no_grad()
 def test_half_precision(case: str) -> None:
-    """bfloat16 weights and autocast stay near float32; the router may select another head."""
+    """Logits with bfloat16 weights and with autocast are close to float32; the router may select other heads."""
     expected = model_of(CASES[case])(IMAGES).logits
     half = model_of(CASES[case]).bfloat16()(IMAGES.bfloat16()).logits
     assert half.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         cast = model_of(CASES[case], backend="sdpa")(IMAGES).logits
-    for found in (half, cast):
-        assert functional.cosine_similarity(found.float(), expected, dim=-1).min() > 0.98
+    for logits in (half, cast):
+        assert functional.cosine_similarity(logits.float(), expected, dim=-1).min() > 0.98
 
 
 def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
-    """Two steps of accumulation give the update of one batch of equal parts, balance loss included."""
+    """Accumulation over two micro-batches gives the same update as one batch, including the balance loss."""
     rows = [{"pixel_values": image, "labels": label} for image, label in zip(IMAGES, LABELS, strict=True)]
     trained, start = [], model_of(ROUTED).state_dict()
     for size, steps in ((2, 1), (1, 2)):
@@ -154,8 +154,8 @@ def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
             continue
         assert not torch.equal(weight, start[name]), name
         if ".mixers." not in name:
-            # The balance loss is a product of means, so that of a batch is near the mean of its halves', not equal.
-            change, other = (each[name] - start[name] for each in trained)
+            # The balance loss is a product of means: for a batch it is close, not equal, to the mean over its halves.
+            change, other = (state[name] - start[name] for state in trained)
             assert functional.cosine_similarity(change.flatten(), other.flatten(), dim=0) > 0.99, name
 
 
@@ -187,7 +187,7 @@ def test_compiled_without_a_break() -> None:
 
 @torch.no_grad()
 def test_any_size_of_images() -> None:
-    """Sizes that are no multiple of the strides, and images of one pixel."""
+    """Image sizes may be no multiple of the strides, down to one pixel."""
     model = model_of(ROUTED)
     for size in ((1, 1), (17, 64), (61, 75), (96, 96)):
         images = torch.randn(1, 3, *size)
@@ -204,7 +204,7 @@ def test_initial_values() -> None:
     convolution = model.transnext.patch_embed1.proj.weight
     assert abs(convolution.std() * (49 * 8 / 2) ** 0.5 - 1) < 0.1
     gates, _ = attention.mixers.mixture(torch.randn(2, 5, 8), torch.randn(2, 2, 5, 4))
-    assert torch.allclose(gates.mean(-1), torch.ones(2, 5), atol=1e-6)  # in unit scale
+    assert torch.allclose(gates.mean(-1), torch.ones(2, 5), atol=1e-6)  # gate_scale is "unit"
 
 
 def test_drop_path_grows_and_drops() -> None:

@@ -1,4 +1,4 @@
-"""TransNeXt: published names and sizes, saving and loading, and the configurations that are refused."""
+"""TransNeXt: published tensor names and sizes, saving and loading, refused configurations."""
 
 import os
 import sys
@@ -30,14 +30,14 @@ from transnext_toys import CASES, GLOBAL, IMAGES, ROUTED, SIZES, model_of
 
 
 def checkpoint(fields: dict[str, Any], *counts: list[int]) -> dict[str, torch.Tensor]:
-    """Random tensors with the published names and shapes."""
+    """Return random tensors with the published names and shapes."""
     generator = torch.Generator().manual_seed(2)
     shapes = published_tensors(fields, 3, *counts)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def loaded(fields: dict[str, Any], tensors: dict[str, torch.Tensor], *counts: list[int]) -> Any:
-    """Our classifier from such tensors, without a name that is missing or unexpected."""
+    """Load a crosshead classifier from published tensors; assert that no name is missing or unexpected."""
     config = CrossheadTransNextConfig(**fields, num_labels=3, mixers=mixture_of(fields, *counts) if counts else {})
     options: dict[str, Any] = {"config": config, "state_dict": dict(tensors), "output_loading_info": True}
     model, report = CrossheadTransNextForImageClassification.from_pretrained(None, **options)
@@ -46,7 +46,7 @@ def loaded(fields: dict[str, Any], tensors: dict[str, torch.Tensor], *counts: li
 
 
 SMALLER = {"small": [1, 1, 2, 1], "base": [1, 2, 1, 1], "micro": [1, 1, 1, 2], "tiny": [2, 1, 1, 1]}
-"""Fewer layers in each stage: names repeat from layer to layer."""
+"""Depths with fewer layers per stage; tensor names only repeat in further layers."""
 
 
 @pytest.mark.oldest
@@ -72,7 +72,7 @@ def test_published_names_load_and_are_saved(name: str, tmp_path: Path) -> None:
 
 
 MILLIONS = {"micro": 12.8, "tiny": 28.2, "small": 49.7, "base": 89.7}
-"""TransNeXt's own table, rounded down; MoH's table 1 has 50 and 90 for its models and for those they start from."""
+"""Millions of parameters in TransNeXt's table, rounded down. MoH's table 1 has 50 and 90, with and without routers."""
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED_SIZES, *PUBLISHED_MIXTURES])
@@ -92,7 +92,7 @@ def test_parameters_of_the_papers(name: str) -> None:
 
 
 def test_head_outputs_of_the_base_model_alone() -> None:
-    """The backbone has the classifier's features and reads its files."""
+    """The classifier's logits are its head applied to the backbone's pooled output."""
     model = model_of(ROUTED)
     outputs = model.transnext(IMAGES)
     assert outputs.last_hidden_state.shape == (2, 2, 32)  # 29 x 37 pixels are 1 x 2 in the last stage
@@ -127,7 +127,7 @@ LIMITED: dict[str, dict[str, Any]] = {
     "differential": {"differential": {"layers": [3]}},
     "differential.half_values": {"differential": {"layers": GLOBAL, "half_values": True}},
 }
-"""What shows each limit."""
+"""A configuration that violates each limit."""
 
 
 @pytest.mark.parametrize("limit", TRANSNEXT_LIMITS, ids=lambda limit: limit.option)

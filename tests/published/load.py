@@ -1,9 +1,9 @@
-"""Load published folders as somebody would who has torch and transformers, and never heard of crosshead.
+"""Loads published model folders in an environment with torch and transformers but without crosshead.
 
 usage: python load.py FOLDERS SAVED_AGAIN
 
-Compares logits and generated tokens with what stands beside each folder, and saves each model again. Triton, which
-comes with torch where there are GPUs, is hidden: nothing may need it.
+Compares logits and generated tokens with the expected ones next to each folder, and saves each model again. Triton,
+which builds of torch for GPUs install, is hidden, because models must load without it.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 @torch.no_grad()
 def load(folder: Path, again: Path) -> None:
-    """Check one folder; save what was loaded, with what was expected beside it."""
+    """Check the model in one folder, and save it again to `again` with the expected results."""
     expected = load_file(folder / "expected.safetensors")
     trusted = {"trust_remote_code": True, "attn_implementation": "eager"}
     classifies = "generated" not in expected
@@ -46,13 +46,13 @@ def load(folder: Path, again: Path) -> None:
 
 
 def require(holds: bool, message: str) -> None:
-    """Stop with a message unless something holds."""
+    """Exit with a message if `holds` is False."""
     if not holds:
         raise SystemExit(message)
 
 
 def main(folders: Path, again: Path) -> None:
-    """Check every folder."""
+    """Check all folders, and save the models again."""
     require(importlib.util.find_spec("crosshead") is None, "crosshead can be imported here: this proves nothing")
     require("triton" not in sys.modules, "triton is imported already: this does not show that models load without it")
     sys.modules["triton"] = None  # type: ignore[assignment]

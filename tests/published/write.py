@@ -1,8 +1,8 @@
-"""Write a published folder of every case on every backbone, with what loading it elsewhere must give.
+"""Writes a model folder for every case and backbone, with the results expected after loading it elsewhere.
 
 usage: python write.py OUT [some|all]
 
-`some` is a part in which every case and every backbone is.
+`some` writes fewer combinations, in which every case and every backbone occurs at least once.
 """
 
 import json
@@ -22,7 +22,7 @@ from toys import BACKBONES, CASES, lopsided, mixed_config, mixed_model, tokens
 
 @torch.no_grad()
 def write(out: Path, everything: bool) -> None:
-    """A folder per case and backbone, a classifier of some or all, and one whose experts are chosen with a bias."""
+    """Write language models for cases and backbones, classifiers, and a mixture of experts with an expert bias."""
     ids = tokens()
     for backbone, case in covering(BACKBONES, CASES, strength=2 if everything else 1):
         write_model(out / f"{backbone}-{case}", mixed_model(backbone, CASES[case]), ids)
@@ -39,7 +39,7 @@ def write(out: Path, everything: bool) -> None:
 
 
 def write_model(folder: Path, model: Any, ids: torch.Tensor) -> None:
-    """A language model, with what it predicts."""
+    """Write a language model with its expected logits and generated tokens."""
     model.save_pretrained(folder / "model")
     generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
     expected = {"ids": ids, "logits": model(ids).logits, "generated": generated}

@@ -1,4 +1,4 @@
-"""What is told of activations, against what autograd keeps in a real forward pass."""
+"""The estimate of activation memory, against the tensors that autograd saves in a real forward pass."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -26,7 +26,7 @@ ARITHMETIC = {
 
 
 def config_of(backbone, mixers):
-    """Widths that are no multiples of those that are measured."""
+    """Return a config whose widths are no multiples of those that the estimate measures."""
     experts = {"moe_intermediate_size": 40} if backbone == "Qwen3Moe" else {}
     return toys.mixed_config(backbone, mixers, hidden_size=72, intermediate_size=104, **experts)
 
@@ -36,8 +36,8 @@ def options(trainable="all", micro_batch=3, **changes):
     return TrainOptions(1e-3, 1000, 100, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
 
 
-def kept(config, train, precision, checkpointed=False, **inputs):
-    """Bytes of all that a real model saves, beside its own weights and copies of them."""
+def saved_bytes(config, train, precision, checkpointed=False, **inputs):
+    """Return the bytes that autograd saves for one micro batch, without weights and copies of weights."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
     if checkpointed:
@@ -47,12 +47,12 @@ def kept(config, train, precision, checkpointed=False, **inputs):
     sizes = []
     for rows in (train.micro_batch, 2 * train.micro_batch):
         own = {part.untyped_storage().data_ptr() for part in model.parameters()}
-        found = {}
+        saved = {}
 
-        def keep(tensor, own=own, found=found):
+        def keep(tensor, own=own, saved=saved):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = tensor
+                saved[storage.data_ptr()] = tensor
             return tensor
 
         tokens = torch.randint(1, 61, (rows, LENGTH))
@@ -61,52 +61,52 @@ def kept(config, train, precision, checkpointed=False, **inputs):
             model(
                 input_ids=tokens, use_cache=False, **{name: value.expand(rows, -1) for name, value in inputs.items()}
             )
-        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
-    return sizes[1] - sizes[0]  # copies of weights are as many for twice as many sequences
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+    return sizes[1] - sizes[0]  # copies of weights cancel, since their size does not depend on the batch
 
 
 @pytest.mark.parametrize(("name", "precision"), grid(toys.CASES, ["float32", "autocast"], strength=1))
 def test_every_mechanism(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    found = activations(config, options(), DATA, ARITHMETIC[precision])
-    assert found.total(False) == pytest.approx(kept(config, options(), ARITHMETIC[precision]), rel=0.01)
-    assert len(found.layers) == 2
+    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
+    assert estimate.total(False) == pytest.approx(saved_bytes(config, options(), ARITHMETIC[precision]), rel=0.01)
+    assert len(estimate.layers) == 2
 
 
 @pytest.mark.parametrize(("backbone", "precision"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
 def test_every_backbone(backbone, precision):
     config = config_of(backbone, toys.CASES["knocking+mixture"])
-    found = activations(config, options(), DATA, ARITHMETIC[precision])
-    assert found.total(False) == pytest.approx(kept(config, options(), ARITHMETIC[precision]), rel=0.01)
+    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
+    assert estimate.total(False) == pytest.approx(saved_bytes(config, options(), ARITHMETIC[precision]), rel=0.01)
 
 
 @pytest.mark.parametrize("trainable", ["mixers", "mixers+lora"])
 def test_what_does_not_move_keeps_less(trainable):
     config, train = config_of("Llama", toys.CASES["knocking"]), options(trainable)
-    found = activations(config, train, DATA, WIDE).total(False)
-    assert found == pytest.approx(kept(config, train, WIDE), rel=0.02)
-    assert found < activations(config, options(), DATA, WIDE).total(False)
+    estimate = activations(config, train, DATA, WIDE).total(False)
+    assert estimate == pytest.approx(saved_bytes(config, train, WIDE), rel=0.02)
+    assert estimate < activations(config, options(), DATA, WIDE).total(False)
 
 
 @pytest.mark.parametrize(("name", "precision"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
 def test_layers_that_are_computed_again_keep_their_input(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    found = activations(config, options(), DATA, ARITHMETIC[precision])
-    real = kept(config, options(), ARITHMETIC[precision], checkpointed=True)
-    assert found.total(True) - max(found.layers) == pytest.approx(real, rel=0.05)
-    assert found.total(True) < found.total(False)
+    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
+    real = saved_bytes(config, options(), ARITHMETIC[precision], checkpointed=True)
+    assert estimate.total(True) - max(estimate.layers) == pytest.approx(real, rel=0.05)
+    assert estimate.total(True) < estimate.total(False)
 
 
 def test_a_single_sequence_needs_no_copies():
     config = config_of("Llama", toys.CASES["talking"])
-    config._attn_implementation = "eager"  # which keeps all weights
+    config._attn_implementation = "eager"  # saves all attention weights
     one, three = (activations(config, options(micro_batch=rows), DATA, WIDE).total(False) for rows in (1, 3))
     assert one < 0.8 * three / 3
 
 
 def test_layers_may_differ():
     config = config_of("Llama", {"talking": {"layers": [1]}})
-    config._attn_implementation = "eager"  # which keeps all weights
+    config._attn_implementation = "eager"  # saves all attention weights
     first, second = activations(config, options(), DATA, WIDE).layers
     assert first < 0.8 * second
 
@@ -115,9 +115,9 @@ def test_layers_may_differ():
 def test_documents_that_are_kept_apart(name):
     config, apart = config_of("Llama", toys.CASES[name]), replace(DATA, separate_documents=True)
     positions = torch.cat([torch.arange(25), torch.arange(15)])
-    found = activations(config, options(), apart, WIDE).total(False)
-    assert found == pytest.approx(kept(config, options(), WIDE, position_ids=positions), rel=0.02)
-    assert found > activations(config, options(), DATA, WIDE).total(False)
+    estimate = activations(config, options(), apart, WIDE).total(False)
+    assert estimate == pytest.approx(saved_bytes(config, options(), WIDE, position_ids=positions), rel=0.02)
+    assert estimate > activations(config, options(), DATA, WIDE).total(False)
 
 
 def test_random_numbers_are_left_alone():

@@ -23,7 +23,7 @@ GOOD = words(*range(1, 40))
 
 @dataclass(frozen=True)
 class Case:
-    """A source that must be refused, and words of the one line."""
+    """A source that must be refused, and words of its one-line error."""
 
     words: str
     make: Callable[[Path], object]
@@ -33,12 +33,12 @@ class Case:
 
 
 def file(content: str | bytes) -> Callable[[Path], object]:
-    """A file with this content."""
+    """Return a function that writes a file with this content."""
     return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def files(**contents: str) -> Callable[[Path], object]:
-    """A folder with these files, dots as two underlines."""
+    """Return a function that makes a folder with these files; two underscores in a name stand for a dot."""
 
     def make(path: Path) -> None:
         path.mkdir()
@@ -49,17 +49,17 @@ def files(**contents: str) -> Callable[[Path], object]:
 
 
 def rows(*values: Any) -> Callable[[Path], object]:
-    """A Parquet file with these values as its text."""
+    """Return a function that writes a Parquet file with these values in its text column."""
     return lambda path: write_parquet(path, list(values))
 
 
 def column(values: Any) -> Callable[[Path], object]:
-    """A Parquet file with an array of a type of its own."""
+    """Return a function that writes a Parquet file with this Arrow array as its text column."""
     return lambda path: parquet.write_table(pyarrow.table({"text": values}), path)
 
 
 def cut(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
-    """A file without its last bytes."""
+    """Return a function that makes a file without its last `count` bytes."""
 
     def short(path: Path) -> None:
         make(path)
@@ -69,7 +69,7 @@ def cut(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
 
 
 def scratched(path: Path) -> None:
-    """A Parquet file with other bytes in the middle of its data."""
+    """Write a Parquet file with zeros over a part of its data."""
     write_parquet(path, toy_texts(300))
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 10 : len(raw) // 3] = bytes(len(raw) // 3 - len(raw) // 10)
@@ -185,13 +185,13 @@ UNREADABLE = [("text", 0), ("text", 1), ("jsonl", 0), ("jsonl", 1), ("parquet", 
 
 @pytest.mark.parametrize(("kind", "opened_before"), UNREADABLE)
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, kind, opened_before):
-    path, seen = write_jsonl(tmp_path / "a", [GOOD]), []
+    path, attempts = write_jsonl(tmp_path / "a", [GOOD]), []
     opened = Path.open
 
     def refuse(self, *arguments, **options):
         if self == path:
-            seen.append(self)
-            if len(seen) > opened_before:
+            attempts.append(self)
+            if len(attempts) > opened_before:
                 raise PermissionError(13, "Permission denied")
         return opened(self, *arguments, **options)
 

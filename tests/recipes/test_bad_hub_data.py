@@ -1,4 +1,4 @@
-"""Bad data of the kind hub: nothing on stderr beside our one line, and addresses without secrets."""
+"""Bad data of kind `hub`: stderr holds only the one-line error, and URLs are shown without signatures."""
 
 import os
 import re

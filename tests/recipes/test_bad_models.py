@@ -95,12 +95,12 @@ VALUES = {
         "model_type ['a']",
     ),
 }
-"""What a configuration has instead, and words of the line."""
+"""Name of a case -> values of the config, and words of the error."""
 
 
 @pytest.fixture
 def line(capfd, monkeypatch, tmp_path):
-    """The command line, refused: its one line."""
+    """A function that runs a command, which must be refused, and returns its one-line error."""
     monkeypatch.chdir(tmp_path)
 
     def refused(command):
@@ -117,7 +117,7 @@ def config(**values):
 
 
 def written(folder, **model):
-    """A recipe in a file."""
+    """Write a recipe with its data and tokenizer, and return the name of the recipe's file."""
     write_tokenizer(folder / "tokenizer")
     (folder / "text.txt").write_text("a text of many words. " * 100)
     content = {
@@ -151,8 +151,8 @@ def test_values_are_refused(case):
 def test_values_are_allowed(kind, values):
     if kind.endswith("deepseek_v2") or ("head_dim" in values and "deepseek" in kind):
         pytest.skip("it needs fields of its own, and its sizes have other names")
-    found = model_config(config(model_type=kind, **values)).to_dict()
-    assert {key: found[key] for key in values} == values
+    result = model_config(config(model_type=kind, **values)).to_dict()
+    assert {key: result[key] for key in values} == values
 
 
 def test_dense_layers_need_no_number_of_experts():
@@ -169,7 +169,7 @@ def test_the_command_refuses_values(case, option, line, tmp_path):
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
 def test_what_only_the_library_refuses(option, line, tmp_path):
-    """Known when the model is made."""
+    """Values that transformers refuses only when the model is built."""
     values = {"rope_type": "longrope", "factor": 2.0, "short_factor": ["a"], "long_factor": ["a"]}
     err = line(f"train {written(tmp_path, config=config(rope_parameters=values))}{option}")
     assert "model.config" in err

@@ -24,21 +24,21 @@ NOWHERE = "/nowhere/models/mine"
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to a run, and words of the one line."""
+    """A change that makes a run impossible, and words of its one-line error."""
 
     words: str
     change: Any
-    """From the recipe and its folder to another recipe."""
+    """Function of the recipe and its folder that returns the changed recipe."""
     name: str = KNOCKING
 
 
 def of(section, **values):
-    """Other values in one section."""
+    """Return a change that sets values in one section of the recipe."""
     return lambda recipe, folder: replace(recipe, **{section: replace(getattr(recipe, section), **values)})
 
 
 def damaged(act):
-    """The same recipe, when something has been done to its folder."""
+    """Return a change that calls `act` with the folder and keeps the recipe."""
 
     def change(recipe, folder):
         act(folder)
@@ -56,7 +56,7 @@ def edit(file, **changes):
 
 
 def other_tokenizer(recipe, folder):
-    """A model that knows fewer tokens than its tokenizer."""
+    """Give the model a smaller vocabulary than its tokenizer."""
     config = recipe.model.config | {"vocab_size": 100}
     return replace(recipe, model=replace(recipe.model, path=None, config=config))
 
@@ -78,7 +78,7 @@ def a_model_that_is_not_ours_to_replace(recipe, folder):
 
 
 def stock(recipe, folder):
-    """A model without mechanisms, which has nothing but `all` to train."""
+    """Use a stock model, in which `trainable: mixers` has nothing to train."""
     write_stock(folder / "stock", vocab_size=257)
     model = replace(recipe.model, path=str(folder / "stock"), config=None)
     return replace(recipe, model=model, train=replace(recipe.train, trainable="mixers"))
@@ -109,7 +109,7 @@ def small():
 
 
 def expecting(**values):
-    """A recipe that says other things of the model than are there."""
+    """Return a change that makes model.config contradict the stored model."""
     return lambda recipe, folder: of("model", config=recipe.model.config | values)(recipe, folder)
 
 
@@ -224,7 +224,7 @@ def test_low_rank_changes_and_sharding(kind, tmp_path, monkeypatch):
 
 
 def test_sharded_checkpoints_are_refused(tmp_path, monkeypatch):
-    """Reading them unpickles whatever they bring."""
+    """Reading sharded checkpoints would unpickle arbitrary objects."""
     initialise = Trainer.__init__
 
     def sharded(self, **options):

@@ -1,6 +1,6 @@
 """`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn.
 
-In the slow tier, as tests of measuring tools are, but for one quick run of the command and what takes no time.
+Slow tier, like all tests of measuring tools, except for one quick run of the command and the instant tests.
 """
 
 import json
@@ -30,8 +30,8 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """Each run's trainer, as they begin; and of each micro batch, in turn, whose it is and its tokens."""
+def recorded(monkeypatch):
+    """Lists of the trainers, in the order of their start, and of (trainer, inputs) of each micro batch."""
     runs, batches = [], []
     train, step = Trainer.train, Trainer.training_step
 
@@ -49,9 +49,9 @@ def seen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_sides_do_the_same_work_in_turn(seen):
+def test_both_sides_do_the_same_work_in_turn(recorded):
     report = bench_train(["explicit", "mixture"], rounds=2, steps=1)
-    runs, batches = seen
+    runs, batches = recorded
     kinds = [isinstance(trainer, RunTrainer) for trainer in runs]
     assert kinds == [False, True] * 2
     assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer in runs] == kinds
@@ -61,33 +61,34 @@ def test_both_sides_do_the_same_work_in_turn(seen):
     same = set(vars(stock.args)) - {"output_dir", "logging_dir", "accelerator_config", "distributed_state"}
     assert {name: getattr(stock.args, name) for name in same} == {name: getattr(ours.args, name) for name in same}
     turns = [trainer is ours for trainer, _ in batches[: 2 * 3 * 2]]
-    assert turns == [False, False, True, True, True, True, False, False, False, False, True, True]  # two make a step
-    theirs, mine = ([found for trainer, found in batches if trainer is side] for side in (stock, ours))
+    # Two micro batches per step.
+    assert turns == [False, False, True, True, True, True, False, False, False, False, True, True]
+    theirs, mine = ([inputs for trainer, inputs in batches if trainer is side] for side in (stock, ours))
     assert [sorted(each) for each in theirs] == [sorted(each) for each in mine] == 6 * [["input_ids", "labels"]]
     rows = [{tuple(sample["input_ids"].tolist()) for sample in side.train_dataset} for side in (stock, ours)]
-    assert rows[0] == rows[1] and len(rows[0]) == (3 + 1) * 4  # each has an order of its own
-    for found in (theirs, mine):
-        assert {tuple(row.tolist()) for batch in found for row in batch["input_ids"]} < rows[0]
+    assert rows[0] == rows[1] and len(rows[0]) == (3 + 1) * 4  # each side shuffles them on its own
+    for side in (theirs, mine):
+        assert {tuple(row.tolist()) for batch in side for row in batch["input_ids"]} < rows[0]
     assert {part.dtype for part in stock.model.parameters()} == {torch.float32}
     figures = report["tokens_per_second"]
     assert list(figures) == ["explicit", "mixture"] and figures["mixture"]["mixers"] == CASES["mixture"]
-    for found in figures.values():
-        assert [len(found[key]) for key in ("ours", "stock", "ratios")] == [2, 2, 2]
-        assert found["ratios"][1] == found["ours"][1] / found["stock"][1]
-        assert min(found["ratios"]) <= found["median_ratio"] <= max(found["ratios"])
+    for case in figures.values():
+        assert [len(case[key]) for key in ("ours", "stock", "ratios")] == [2, 2, 2]
+        assert case["ratios"][1] == case["ours"][1] / case["stock"][1]
+        assert min(case["ratios"]) <= case["median_ratio"] <= max(case["ratios"])
     assert report["machine"]["torch"] == torch.__version__ and report["machine"]["threads"] == torch.get_num_threads()
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
 @pytest.mark.slow
 def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
-    """The library keeps some of its state once for all trainers."""
-    kept = {}
+    """A run has the same losses beside another one, although transformers shares some state among all trainers."""
+    losses = {}
     leave = RunTrainer.training_step
 
     def keeping(self, *args, **kwargs):
         loss = leave(self, *args, **kwargs)
-        kept.setdefault(self, []).append(loss.item())
+        losses.setdefault(self, []).append(loss.item())
         return loss
 
     monkeypatch.setattr(RunTrainer, "training_step", keeping)
@@ -96,12 +97,12 @@ def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
         for _ in range(7):
             alone.step()
     bench_train(["explicit"], rounds=2, steps=3)
-    one, other = kept.values()
+    one, other = losses.values()
     assert one == other and len(set(one)) == 7 * 2
 
 
 def test_steps_are_timed_and_make_rounds(monkeypatch):
-    """Of each side alone, whichever goes first."""
+    """The time of a step excludes the other side's step, whichever side runs first."""
     clock = [0.0]
     monkeypatch.setattr("crosshead.evals.bench.pairs.time.perf_counter", lambda: clock[0])
 
@@ -145,5 +146,5 @@ def test_the_command(tmp_path, monkeypatch, capfd):
         ("bench tran", 2, "'train'"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        found, out, err = run(capfd, monkeypatch, command)
-        assert (found, out) == (status, "") and words in err and "Traceback" not in err
+        exit_status, out, err = run(capfd, monkeypatch, command)
+        assert (exit_status, out) == (status, "") and words in err and "Traceback" not in err

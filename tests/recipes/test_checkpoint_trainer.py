@@ -1,4 +1,4 @@
-"""What the trainer writes where a model is sharded, as far as one process can show it."""
+"""Saving of sharded models, as far as one process can simulate it."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from toys import CASES, mixed_model
 
 
 def test_what_fsdp_makes_of_a_model_is_saved_as_the_model_that_it_was(tmp_path):
-    """FSDP gives it a class of its own, whose file would travel as the model's code."""
+    """FSDP replaces the model's class by its own, whose source file must not be saved as the model's code."""
     model = mixed_model("Qwen3Moe", CASES["mixture"])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kind = type(model)

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, of this run or refused, and never a reason to trust a pickle."""
+"""Checkpoints are published atomically, checked against the run, and loaded without trusting pickles."""
 
 import fcntl
 import json
@@ -33,7 +33,7 @@ def steps(output):
 
 @pytest.fixture(scope="module")
 def killed_once(tmp_path_factory):
-    """A run of a shipped recipe, killed behind step 3 of 4; made once."""
+    """A cached function that runs a shipped recipe at toy size and kills it after step 3 of 4."""
 
     @cache
     def made(name):
@@ -46,7 +46,7 @@ def killed_once(tmp_path_factory):
 
 @pytest.fixture
 def killed_run(killed_once, tmp_path):
-    """The same, in a folder of the test's own."""
+    """Like `killed_once`, with a copy of the output for this test."""
 
     def copied(name):
         recipe = killed_once(name)
@@ -82,7 +82,7 @@ def test_a_damaged_one_is_passed_over(damage, tmp_path, caplog):
     damage(tmp_path / "checkpoint-4")
     assert steps(tmp_path) == [2]
     assert "checkpoint-4" in caplog.text
-    publish(written(tmp_path, 4, "again"), tmp_path, keep=2)  # and made again
+    publish(written(tmp_path, 4, "again"), tmp_path, keep=2)  # and written again
     assert steps(tmp_path) == [4, 2]
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("moment", range(12))
 def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
-    """The process ends at some call that changes the disk."""
+    """If `publish` is interrupted at any call that changes the disk, a complete checkpoint remains."""
     publish(written(tmp_path, 2), tmp_path, keep=1)
     partial, calls = written(tmp_path, 4), []
 
@@ -131,7 +131,7 @@ def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
 def test_the_same_run(tmp_path):
     run = {"data": "a", "train.seed": 1, "distillation": None}
     claim_output(tmp_path, {"data": "b"})
-    claim_output(tmp_path, run)  # nothing of the other is there yet
+    claim_output(tmp_path, run)  # the other run has saved nothing yet
     publish(written(tmp_path, 3), tmp_path, keep=1)
     claim_output(tmp_path, run)
     for other, key in (
@@ -149,7 +149,7 @@ def test_the_same_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "model", "checkpoint-7", "metrics.jsonl"])
 def test_a_folder_that_says_of_no_run(tmp_path, name):
-    """Other tools have such names as well."""
+    """Other tools use such names, too, so that a folder without run.json is refused."""
     publish(written(tmp_path, 3), tmp_path, keep=1)
     (tmp_path / "checkpoint-3").rename(tmp_path / name)
     if name == "checkpoint-7":
@@ -187,8 +187,8 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
     Path(recipe.output, ".partial", "checkpoint-99").mkdir(parents=True)
     train(recipe)
     assert losses(recipe) == losses(whole)
-    found, expected = weights(recipe), weights(whole)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result, expected = weights(recipe), weights(whole)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
     assert not Path(recipe.output, ".partial").exists()
 
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_is_not_what_it_says(change, words, killed_run, monkey
 
 
 def rewritten(checkpoint, change):
-    """Other tensors in a checkpoint that is complete all the same."""
+    """Change the tensors of a checkpoint, and update complete.json so that it still counts as complete."""
     file = next(checkpoint.glob("*.safetensors"))
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
     sizes = json.loads((checkpoint / "complete.json").read_text())
@@ -243,7 +243,7 @@ def rewritten(checkpoint, change):
     ],
 )
 def test_a_checkpoint_that_is_not_this_models(name, change, killed_run):
-    """The library would train on, with whatever was there for what is missing."""
+    """transformers would continue, with the model's current values in place of missing tensors."""
     recipe = killed_run(name)
     checkpoint = Path(recipe.output, "checkpoint-2")
     rewritten(checkpoint, change)
@@ -260,16 +260,16 @@ def test_a_run_without_its_damaged_checkpoint_begins_again(killed_run):
 
 def test_no_pickle_is_written_or_trusted(killed_run, monkeypatch):
     recipe = killed_run(LORA)
-    seen, load = [], torch.load
+    loads, load = [], torch.load
 
     def watched(file, *arguments, weights_only=True, **options):
-        seen.append((Path(file).name, weights_only))
+        loads.append((Path(file).name, weights_only))
         return load(file, *arguments, weights_only=weights_only, **options)
 
     monkeypatch.setattr(torch, "load", watched)
     train(recipe)
-    assert {name for name, _ in seen} == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
-    assert all(safe for _, safe in seen)
+    assert {name for name, _ in loads} == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert all(safe for _, safe in loads)
     assert not list(Path(recipe.output).rglob("*.bin"))
 
 

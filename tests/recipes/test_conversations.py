@@ -1,4 +1,4 @@
-"""Conversations as training data: each is what the tokenizer's chat template writes, and one document."""
+"""Conversations as training data: the tokenizer's chat template renders each one as one document."""
 
 import json
 
@@ -29,7 +29,7 @@ def messages(chat):
 
 
 def tokens_of(chat):
-    """Each turn ends with the separator, so that none is added after the last."""
+    """Return the tokens of a rendered chat, whose turns end with the separator; none is added at the end."""
     return [token for role, tokens in chat for token in (ROLES[role], *tokens, SEPARATOR)]
 
 
@@ -96,13 +96,13 @@ def test_another_template_gives_other_tokens(tmp_path):
 
 def test_another_token_in_the_template_gives_other_tokens(tmp_path):
     path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
-    found = []
+    first_tokens = []
     for start in ("w3", "w4"):
         tokenizer = chat_tokenizer()
         tokenizer.bos_token, tokenizer.chat_template = start, "{{ bos_token }} " + TEMPLATE
         (windows,) = open_windows(path, "jsonl", tokenizer, tmp_path).sources
-        found.append(windows[0]["input_ids"][0])
-    assert found == [3, 4]
+        first_tokens.append(windows[0]["input_ids"][0])
+    assert first_tokens == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Corrupted windows: statistics of masks, the text that spans were cut from, and the order of segments."""
+"""Corrupted windows: statistics of masks, span corruption, and the order of segments."""
 
 import re
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ NOT_PREDICTED = -100
 
 
 def tokenizer(**changes):
-    """Five special tokens, words, and sentinels at the end of the vocabulary."""
+    """Return a fake tokenizer with five special tokens, words, and sentinels at the end of the vocabulary."""
     names = ["<pad>", "<cls>", "<sep>", "<mask>", "<end>"]
     tokens = {name: number for number, name in enumerate(names)}
     tokens |= {f"w{number}": number for number in range(FIRST_WORD, VOCABULARY - SENTINELS)}
@@ -36,7 +36,7 @@ def tokenizer(**changes):
 
 
 def windows(count, length, seed=0):
-    """Words that count upwards, so that a place in the text is known by its word; some documents end in it."""
+    """Yield windows of ascending word ids, which identify positions; a document ends inside every second one."""
     for number in range(count):
         text = torch.arange(length) % 300 + FIRST_WORD
         if number % 2:
@@ -53,9 +53,9 @@ def samples(corruption, count):
 
 
 def test_masks_have_the_shares_of_bert():
-    found = samples(masks(), 400)
+    corrupted = samples(masks(), 400)
     kinds = {"masked": 0, "kept": 0, "replaced": 0}
-    for sample, window in zip((found[index] for index in range(400)), windows(400, 64), strict=True):
+    for sample, window in zip((corrupted[index] for index in range(400)), windows(400, 64), strict=True):
         inputs, labels = sample["input_ids"], sample["labels"]
         original = torch.cat([torch.tensor([CLS]), window["input_ids"], torch.tensor([SEP])])
         chosen = labels != NOT_PREDICTED
@@ -77,14 +77,14 @@ def test_masks_have_the_shares_of_bert():
 def test_a_window_of_special_tokens_has_predictions_too():
     corruption = masks(10)
     text = torch.full((corruption.text_length,), END)
-    found = corruption({"input_ids": text}, np.random.default_rng(0))
-    assert (found["labels"] == END).sum() == 1
-    assert found["input_ids"][0] == CLS and found["input_ids"][-1] == SEP
+    sample = corruption({"input_ids": text}, np.random.default_rng(0))
+    assert (sample["labels"] == END).sum() == 1
+    assert sample["input_ids"][0] == CLS and sample["input_ids"][-1] == SEP
 
 
 def test_every_place_is_masked_equally_often():
-    found = samples(masks(share=0.25), 2000)
-    counts = sum((found[index]["labels"] != NOT_PREDICTED).float() for index in range(0, 2000, 2))
+    corrupted = samples(masks(share=0.25), 2000)
+    counts = sum((corrupted[index]["labels"] != NOT_PREDICTED).float() for index in range(0, 2000, 2))
     assert counts[0] == counts[-1] == 0
     assert (counts[1:-1] / 1000 - 0.25).abs().max() < 5 * (0.25 * 0.75 / 1000) ** 0.5
 
@@ -92,8 +92,8 @@ def test_every_place_is_masked_equally_often():
 def test_segments_are_swapped_in_half_of_the_sequences():
     corruption = masks(67, segments="order")
     assert corruption.text_length == 64  # beside [CLS] and two [SEP]
-    found, labels, cuts = samples(corruption, 400), [], set()
-    for sample, window in zip((found[index] for index in range(400)), windows(400, 64), strict=True):
+    corrupted, labels, cuts = samples(corruption, 400), [], set()
+    for sample, window in zip((corrupted[index] for index in range(400)), windows(400, 64), strict=True):
         inputs, text = sample["input_ids"].clone(), window["input_ids"]
         chosen = sample["labels"] != NOT_PREDICTED
         inputs[chosen] = sample["labels"][chosen]
@@ -112,8 +112,10 @@ def test_segments_are_swapped_in_half_of_the_sequences():
 
 def test_a_text_is_its_inputs_and_labels_put_together():
     corruption = cut_spans(Spans(), tokenizer(), VOCABULARY, 512, PAD)
-    found, firsts = samples(corruption, 50), set()
-    for sample, window in zip((found[index] for index in range(50)), windows(50, corruption.text_length), strict=True):
+    corrupted, firsts = samples(corruption, 50), set()
+    for sample, window in zip(
+        (corrupted[index] for index in range(50)), windows(50, corruption.text_length), strict=True
+    ):
         inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         assert (len(inputs), len(labels)) == (512, 114)  # the numbers of the Talking-Heads paper
         assert inputs[-1] == labels[-1] == END
@@ -150,7 +152,7 @@ def test_all_divisions_are_equally_likely():
         sizes = tuple(random_sizes(6, 3, draws))
         assert sum(sizes) == 6 and min(sizes) >= 1
         counts[sizes] = counts.get(sizes, 0) + 1
-    assert len(counts) == 10  # of five places between six items, two
+    assert len(counts) == 10  # 2 of the 5 boundaries between 6 items
     assert max(abs(count - 600) for count in counts.values()) < 5 * 600**0.5
 
 
@@ -176,9 +178,9 @@ def test_samples_follow_from_their_number_and_the_seed():
     ],
 )
 def test_what_does_not_fit_is_refused(change, options, length, words):
-    given = tokenizer(**change)
+    changed_tokenizer = tokenizer(**change)
     with pytest.raises(RecipeError, match=re.escape(words)):
         if isinstance(options, Spans):
-            cut_spans(options, given, VOCABULARY, length, PAD)
+            cut_spans(options, changed_tokenizer, VOCABULARY, length, PAD)
         else:
-            masked_tokens(options, given, VOCABULARY, length)
+            masked_tokens(options, changed_tokenizer, VOCABULARY, length)

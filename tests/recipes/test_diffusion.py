@@ -34,7 +34,7 @@ def weights(made: Recipe) -> dict[str, torch.Tensor]:
 
 
 def opened(made: Recipe) -> tuple[Noise, Any]:
-    """The objective and the data of a recipe."""
+    """Return the objective and the data of a recipe."""
     objective = Noise(made)
     return objective, objective.open_data(objective.load_processor(), DiTFields(**made.model.config or {}), print)
 
@@ -44,8 +44,8 @@ def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: P
         tmp_path, *PIXELS, steps=40, every=40, batch_samples=8, micro_batch=8, learning_rate=5e-3, average=0.9
     )
     train(made)
-    found, last = losses(made), metrics(made)[-1]
-    assert found[0] == pytest.approx(1, abs=0.3) and sum(found[-10:]) / 10 < 0.6
+    values, last = losses(made), metrics(made)[-1]
+    assert values[0] == pytest.approx(1, abs=0.3) and sum(values[-10:]) / 10 < 0.6
     folder = Path(made.output, "model")
     model = CrossheadDiTTransformer2DModel.from_pretrained(folder).eval()
     schedule = DDPMScheduler.from_pretrained(folder)
@@ -85,22 +85,22 @@ def test_the_result_is_the_average_with_one_embedding(tmp_path: Path) -> None:
     }
     for step in steps:
         average = {name: 0.7 * part + 0.3 * step[name].double() for name, part in average.items()}
-    found = weights(made)
-    assert found.keys() == average.keys()
-    for name, part in found.items():
+    result = weights(made)
+    assert result.keys() == average.keys()
+    for name, part in result.items():
         torch.testing.assert_close(part.double(), average[name], rtol=0, atol=1e-6)
         if EMBEDDING in name:
-            assert torch.equal(part, found[f"transformer_blocks.0{EMBEDDING}{name.partition(EMBEDDING)[2]}"])
+            assert torch.equal(part, result[f"transformer_blocks.0{EMBEDDING}{name.partition(EMBEDDING)[2]}"])
 
 
 @pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
-    found = []
+    results = []
     for at_once in (1, 4):
         made = recipe(tmp_path / str(at_once), micro_batch=at_once, learning_rate=1e-3)
         train(made)
-        found.append(losses(made))
-    assert found[0] == pytest.approx(found[1], abs=2e-5)
+        results.append(losses(made))
+    assert results[0] == pytest.approx(results[1], abs=2e-5)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_two_processes_do_the_work_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bfloat16_and_recomputed_activations(tmp_path: Path) -> None:
-    found = []
+    results = []
     for name, options in {
         "plain": {},
         "saving": {"checkpoint_activations": True},
@@ -123,9 +123,9 @@ def test_bfloat16_and_recomputed_activations(tmp_path: Path) -> None:
     }.items():
         made = recipe(tmp_path / name, *PIXELS, steps=2, learning_rate=1e-3, **options)
         train(made)
-        found.append(losses(made))
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
-    assert found[2] == pytest.approx(found[0], abs=0.03) and found[2] != found[0]
+        results.append(losses(made))
+    assert results[1] == pytest.approx(results[0], abs=1e-6)
+    assert results[2] == pytest.approx(results[0], abs=0.03) and results[2] != results[0]
 
 
 def test_samples_are_drawn_for_each_use_of_an_image(tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ PAPER = "papers/moh_dit_xl_2"
 
 
 def test_the_recipe_trains_as_the_paper_says() -> None:
-    """Mixture-of-Head, section 4.2 and table 2."""
-    found = load_recipe(PAPER)
-    config, options = found.model.config or {}, found.train
-    assert (found.steps, found.batch_size) == (7_000_000, 256)
+    """Settings of Mixture-of-Head, section 4.2 and table 2."""
+    loaded = load_recipe(PAPER)
+    config, options = loaded.model.config or {}, loaded.train
+    assert (loaded.steps, loaded.batch_size) == (7_000_000, 256)
     assert (options.learning_rate, options.schedule, options.warmup) == (1e-4, "constant", 0)
     assert (options.weight_decay, options.mechanisms.weight_decay, options.average) == (0, 0, 0.9999)
-    assert found.objective.name == "noise" and vars(found.objective)["flip"]
+    assert loaded.objective.name == "noise" and vars(loaded.objective)["flip"]
     heads = config["mixers"]["mixture"]["active_heads"]
     assert heads == sorted(heads) and len(heads) == config["num_layers"] == 28  # fewer in the shallow layers
     assert sum(heads) / (28 * 16) == pytest.approx(0.9, abs=0.005)
@@ -65,7 +65,7 @@ def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
     paper = dry_run(load_recipe("papers/moh_dit_xl_2"), ONE_GPU)
     positions = 256 * 16 * 72
     assert round((paper["parameters"] + positions) / 1e6) == 676  # MoH, table 2
-    # DiT's table 4 counts 118.64 billion products of an image.
+    # DiT's table 4 counts 118.64 billion multiplications per image.
     assert paper["training_flops_per_sample"] == pytest.approx(6 * 118.64e9, rel=0.01)
     assert any("FLOPs a sample" in line for line in dry_run_lines(report))
     for kind in (FSDP, ZERO3):
@@ -83,9 +83,9 @@ def test_the_card_of_a_result(tmp_path: Path, capfd: Any, monkeypatch: Any) -> N
     assert "for latents of 16 tokens" in text and "DDPMScheduler.from_pretrained" in text
     example = text.partition("```python\n")[2].partition("```")[0].replace('"run"', f'"{folder}"')
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    found: dict[str, Any] = {}
-    exec(compile(example.replace("schedule.timesteps", "schedule.timesteps[:2]"), "card", "exec"), found)
-    assert found["sample"].shape == (1, 1, 8, 8)
+    namespace: dict[str, Any] = {}
+    exec(compile(example.replace("schedule.timesteps", "schedule.timesteps[:2]"), "card", "exec"), namespace)
+    assert namespace["sample"].shape == (1, 1, 8, 8)
     status, _, err = run_command(capfd, monkeypatch, f"push {folder} me/mine --dry-run")
     assert status == 1 and "hf upload" in err and err.count("\n") == 1
     status, out, err = run_command(capfd, monkeypatch, f"cost {folder} --json")

@@ -1,4 +1,4 @@
-"""The shipped recipes for the digits of scikit-learn: what the models learn of real images in a short run."""
+"""The shipped recipes for scikit-learn's digits learn from real images in a short run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each digit."""
-    place = tmp_path_factory.mktemp("digits")
+    """A folder of images with a subfolder for each digit."""
+    root = tmp_path_factory.mktemp("digits")
     for number, (pixels, label) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
-        folder = place / str(label)
+        folder = root / str(label)
         folder.mkdir(exist_ok=True)
         Image.fromarray((pixels.reshape(8, 8) * 15.9375).astype(np.uint8)).save(folder / f"{number}.png")
-    return place
+    return root
 
 
 @pytest.fixture
 def metrics(images: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
-    """Trains a recipe on so many samples, and returns what it measures on held-out images."""
+    """A function that trains a recipe on `samples` images and returns its metrics on held-out images."""
 
     def run(name: str, samples: int) -> dict[str, float]:
         changes = (
@@ -36,15 +36,15 @@ def metrics(images: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
             f"data.cache={tmp_path / 'cache'}",
             f"train.samples={samples}",
         )
-        found: dict[str, float] = train(load_recipe(name, changes)).metrics
-        return found
+        measured: dict[str, float] = train(load_recipe(name, changes)).metrics
+        return measured
 
     return run
 
 
 def test_a_vit_tells_digits_apart(metrics: Callable[..., dict[str, float]]) -> None:
-    found = metrics("small/digits_vit", 32_000)
-    assert found["eval_accuracy"] > 0.85
+    measured = metrics("small/digits_vit", 32_000)
+    assert measured["eval_accuracy"] > 0.85
 
 
 def test_a_dit_learns_to_denoise_digits(metrics: Callable[..., dict[str, float]]) -> None:

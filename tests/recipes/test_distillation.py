@@ -1,4 +1,4 @@
-"""Learning from a teacher, beside plain formulas in float64."""
+"""Distillation losses against plain formulas in float64."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VOCABULARY = 13
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(loss_module, "ROWS", 5)  # that do not end where sequences do
+    monkeypatch.setattr(loss_module, "ROWS", 5)  # blocks that do not end at the ends of sequences
 
 
 def numbers(*shape, seed):
@@ -31,18 +31,18 @@ def example():
     return numbers(3, 7, VOCABULARY, seed=2), labels, numbers(3, 7, VOCABULARY, seed=3)
 
 
-def places(labels):
-    """Each prediction that counts: the sequence, the place, and the token that comes next."""
+def predictions(labels):
+    """Return (sequence, position, next token) of each position whose next token has a label."""
     return [
-        (row, place, int(labels[row, place + 1]))
+        (row, position, int(labels[row, position + 1]))
         for row in range(labels.shape[0])
-        for place in range(labels.shape[1] - 1)
-        if labels[row, place + 1] != NOT_PREDICTED
+        for position in range(labels.shape[1] - 1)
+        if labels[row, position + 1] != NOT_PREDICTED
     ]
 
 
 def divergence(logits, teacher, temperature=1.0):
-    """`sum p log(p / q)`, by a loop."""
+    """Return the KL divergence `sum p log(p / q)`, computed in a loop."""
     p, q = ((x.double() / temperature).exp() / (x.double() / temperature).exp().sum() for x in (teacher, logits))
     return sum(p[token] * (p[token] / q[token]).log() for token in range(len(p)))
 
@@ -54,24 +54,24 @@ def surprise(logits, token):
 @pytest.mark.parametrize("temperature", [1.0, 2.5, 0.5])
 def test_divergence_instead_of_the_next_token(temperature):
     logits, labels, teacher = example()
-    found = divergence_minus_loss(logits.requires_grad_(), labels, (teacher,), temperature)
+    loss = divergence_minus_loss(logits.requires_grad_(), labels, (teacher,), temperature)
     own = logits.detach().double().requires_grad_()
     expected = sum(
-        divergence(own[row, place], teacher[row, place], temperature) * temperature**2
-        - surprise(own[row, place], token)
-        for row, place, token in places(labels)
+        divergence(own[row, position], teacher[row, position], temperature) * temperature**2
+        - surprise(own[row, position], token)
+        for row, position, token in predictions(labels)
     )
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    found.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
     expected.backward()
     torch.testing.assert_close(logits.grad.double(), own.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_teacher_that_agrees_is_no_distance():
     logits, labels, _ = example()
-    found = divergence_minus_loss(logits, labels, (logits,), 2.0)
-    expected = sum(surprise(logits[row, place], token) for row, place, token in places(labels))
-    assert found.item() == pytest.approx(-expected.item(), rel=1e-5)
+    loss = divergence_minus_loss(logits, labels, (logits,), 2.0)
+    expected = sum(surprise(logits[row, position], token) for row, position, token in predictions(labels))
+    assert loss.item() == pytest.approx(-expected.item(), rel=1e-5)
 
 
 def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
@@ -84,50 +84,50 @@ def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
 def test_all_of_a_teacher_on_disk_is_the_teacher():
     logits, labels, teacher = example()
     stored = teacher.log_softmax(-1).topk(VOCABULARY, dim=-1)
-    found = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
-    torch.testing.assert_close(found, divergence_minus_loss(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
+    loss = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
+    torch.testing.assert_close(loss, divergence_minus_loss(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
 
 
 def test_the_rest_of_a_teacher_on_disk_is_one_outcome():
     logits, labels, teacher = example()
     stored = teacher.log_softmax(-1).topk(4, dim=-1)
-    found = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
+    loss = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
     expected = 0.0
-    for row, place, token in places(labels):
-        kept = stored.indices[row, place].tolist()
-        both = [x[row, place].double().softmax(-1) for x in (teacher, logits)]
-        p, q = ([*(x[index] for index in kept), 1 - sum(x[index] for index in kept)] for x in both)
-        expected += sum(a * (a / b).log() for a, b in zip(p, q, strict=True)) - surprise(logits[row, place], token)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for row, position, token in predictions(labels):
+        top = stored.indices[row, position].tolist()
+        both = [x[row, position].double().softmax(-1) for x in (teacher, logits)]
+        p, q = ([*(x[index] for index in top), 1 - sum(x[index] for index in top)] for x in both)
+        expected += sum(a * (a / b).log() for a, b in zip(p, q, strict=True)) - surprise(logits[row, position], token)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_predictions_are_counted_by_sequence():
     _, labels, _ = example()
     assert count_predictions(labels).tolist() == [
-        sum(row == each for each, _, _ in places(labels)) for row in range(3)
+        sum(row == each for each, _, _ in predictions(labels)) for row in range(3)
     ]
 
 
 def test_attention_errors():
-    found, wanted = ([numbers(2, 3, 4, seed=seed + layer) for layer in range(2)] for seed in (5, 8))
+    outputs, targets = ([numbers(2, 3, 4, seed=seed + layer) for layer in range(2)] for seed in (5, 8))
     expected = [
-        sum(((a[row] - b[row]) ** 2).sum() / (b[row] ** 2).sum() for a, b in zip(found, wanted, strict=True)) / 2
+        sum(((a[row] - b[row]) ** 2).sum() / (b[row] ** 2).sum() for a, b in zip(outputs, targets, strict=True)) / 2
         for row in range(2)
     ]
-    torch.testing.assert_close(attention_errors(found, wanted), torch.stack(expected))
+    torch.testing.assert_close(attention_errors(outputs, targets), torch.stack(expected))
 
 
 def outputs_of(model, ids):
-    with attention_states(model) as (_, seen):
+    with attention_states(model) as (_, outputs):
         model(ids, use_cache=False)
-    return seen
+    return outputs
 
 
 def test_the_attention_of_the_same_model_is_matched():
     model, ids = stock_model("Llama"), tokens()
-    found, wanted = outputs_of(model, ids), outputs_of(model, ids)
-    assert len(found) == 2 and found[0].shape == (2, 9, 24)
-    assert attention_errors(found, wanted).tolist() == [0.0, 0.0]
+    outputs, targets = outputs_of(model, ids), outputs_of(model, ids)
+    assert len(outputs) == 2 and outputs[0].shape == (2, 9, 24)
+    assert attention_errors(outputs, targets).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("case", ["knocking", "mixture", "differential"])
@@ -135,8 +135,8 @@ def test_matching_moves_attention_and_what_is_below_it(case):
     student, ids = mixed_model("Llama", CASES[case]), tokens()
     teacher = stock_model("Llama")
     with torch.no_grad():
-        wanted = outputs_of(teacher, ids)
-    attention_errors(outputs_of(student, ids), wanted).sum().backward()
+        targets = outputs_of(teacher, ids)
+    attention_errors(outputs_of(student, ids), targets).sum().backward()
     moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
     above = {name for name in dict(student.named_parameters()) if name.startswith(("lm_head", "model.norm"))}
     above |= {

@@ -84,16 +84,16 @@ def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
-    there = f"model.path={tmp_path / 'model'}"
-    report = dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
+    change = f"model.path={tmp_path / 'model'}"
+    report = dry_run(load_recipe(SMALL, [FEW, change]), ONE_GPU)
     assert report["counted_from"] == "config.json" and report["convert"] is None
     assert report["new_parameters"] == 3 * 2 * 3 * 2
     assert not any(str(report["model"]) in text for text in dry_run_lines(report))
     with pytest.raises(RecipeError, match=r"model\.path.*num_hidden_layers=3.*30"):
-        dry_run(load_recipe(SMALL, [there]), ONE_GPU)
+        dry_run(load_recipe(SMALL, [change]), ONE_GPU)
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(RecipeError, match=r"model\.path="):
-        dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
+        dry_run(load_recipe(SMALL, [FEW, change]), ONE_GPU)
 
 
 def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):
@@ -119,7 +119,7 @@ def numbers_of(config):
 
 def test_shipped_accelerate_files_are_understood():
     kinds = {path.stem: read_sharding(path.stem) for path in ACCELERATE.glob("*.yaml")}
-    assert {name: (found.kind, found.processes) for name, found in kinds.items()} == {
+    assert {name: (sharding.kind, sharding.processes) for name, sharding in kinds.items()} == {
         "one_gpu": ("one GPU", 1),
         "fsdp2_8_gpus": ("FSDP2", 8),
         "fsdp2_many_machines": ("FSDP2", 32),
@@ -190,6 +190,6 @@ def test_the_command(line, tmp_path):
     ],
 )
 def test_wrong_usage(line, command, status, words):
-    found, out, err = line(command)
-    assert (found, out) == (status, "")
+    exit_status, out, err = line(command)
+    assert (exit_status, out) == (status, "")
     assert words in err and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""The biases by which experts are chosen: what they count, how they move, and that steps may be divided."""
+"""Expert biases: the counted loads, the update rule, and independence of how a step is divided."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ from training_sessions import Run
 
 RATE = 0.05
 DIVISIONS = ((1, 8), (2, 4), (1, 4))
-"""Processes, and sequences at once."""
+"""(number of processes, micro batch size) of each run."""
 AGAIN = {"micro_batch": 2, "checkpoint_activations": True}
 NONE = "expert_bias_rate"
 
@@ -43,20 +43,20 @@ def biases(model):
 
 
 def loads(model, ids):
-    """How many tokens choose each expert, layer by layer, token by token."""
+    """Return the number of tokens that select each expert, per layer, counted token by token."""
     logits = model(ids, output_router_logits=True).router_logits
-    found = []
+    layers = []
     for layer, bias in zip(logits, biases(model), strict=True):
         counts = [0] * len(bias)
         for token in layer.softmax(-1):
             for expert in (token + bias).topk(2).indices.tolist():
                 counts[expert] += 1
-        found.append(counts)
-    return found
+        layers.append(counts)
+    return layers
 
 
 def moved(bias, counts):
-    """One step of the rule."""
+    """Return the biases after one update: up by RATE for loads below the mean, down for loads above it."""
     mean = sum(counts) / len(counts)
     signs = [(mean > count) - (mean < count) for count in counts]
     return torch.tensor([old + RATE * sign for old, sign in zip(bias.tolist(), signs, strict=True)])
@@ -64,7 +64,7 @@ def moved(bias, counts):
 
 @pytest.mark.parametrize("checkpointing", (False, True))
 def test_the_rule(checkpointing):
-    """Over the micro batches of a step; a backward pass that computes layers again counts nothing."""
+    """Loads are summed over the micro batches of a step; recomputation in a backward pass is not counted."""
     model = model_of()
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
@@ -82,8 +82,8 @@ def test_the_rule(checkpointing):
             loss.backward()
             model(ids)  # as an evaluation would
         balance.on_optimizer_step(None, None, None)
-        for bias, wanted in zip(biases(model), expected, strict=True):
-            assert torch.allclose(bias, wanted, atol=1e-7) and bias.abs().max() > 0
+        for bias, target in zip(biases(model), expected, strict=True):
+            assert torch.allclose(bias, target, atol=1e-7) and bias.abs().max() > 0
         totals = [sum(pair) for pair in zip(counted[0][1], counted[1][1], strict=True)]
         assert balance.metrics()["expert_load/1/most"] == pytest.approx(max(totals) / 18)
         assert balance.metrics()["expert_load/1/least"] == pytest.approx(min(totals) / 18)
@@ -91,14 +91,14 @@ def test_the_rule(checkpointing):
 
 def test_it_evens_out_the_load():
     model = model_of(num_experts=8)
-    balance, most = ExpertBalance(model, 0.003), []
+    balance, maxima = ExpertBalance(model, 0.003), []
     with torch.no_grad():
         for _ in range(120):
             with balance.counting():
                 model(tokens(8, 32))
             balance.on_optimizer_step(None, None, None)
-            most.append(balance.metrics()["expert_load/0/most"])
-    assert most[0] > 1.4 and max(most[-10:]) < 1.2
+            maxima.append(balance.metrics()["expert_load/0/most"])
+    assert maxima[0] > 1.4 and max(maxima[-10:]) < 1.2
 
 
 def test_without_a_rate_nothing_moves():
@@ -114,8 +114,8 @@ def trained_biases(recipe):
     return {name: tensor for name, tensor in weights(recipe).items() if EXPERT_BIAS in name}
 
 
-def told(recipe):
-    """The loads of every step."""
+def logged_loads(recipe):
+    """Return the expert loads in each line of the metrics."""
     return [{key: line[key] for key in line if key.startswith("expert_load/")} for line in metrics(recipe)]
 
 
@@ -132,27 +132,30 @@ def whole(tmp_path_factory):
 
 
 def test_biases_move_by_whole_steps(whole):
-    found = trained_biases(whole)
-    assert len(found) == 4 and all(tensor.dtype == torch.float32 for tensor in found.values())
-    for tensor in found.values():
+    trained = trained_biases(whole)
+    assert len(trained) == 4 and all(tensor.dtype == torch.float32 for tensor in trained.values())
+    for tensor in trained.values():
         steps = tensor / RATE
         assert torch.allclose(steps, steps.round(), atol=1e-4) and 0 < steps.abs().max() <= 5.001
 
 
 @pytest.mark.parametrize("changes", first([AGAIN, {"micro_batch": 2}, {"micro_batch": 1}]))
 def test_a_run_however_it_is_accumulated(changes, whole, tmp_path):
-    """Biases and loads are whole numbers of steps and tokens: equal to the bit."""
-    recipe, found = experts(tmp_path, **changes), trained_biases(whole)
+    """Biases and loads are whole numbers of update steps and tokens, so that they are equal to the bit."""
+    recipe, expected = experts(tmp_path, **changes), trained_biases(whole)
     train(recipe)
     assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)
-    assert told(recipe) == told(whole) and {"expert_load/3/most", "expert_load/0/least"} <= told(recipe)[0].keys()
-    assert all(torch.equal(tensor, found[key]) for key, tensor in trained_biases(recipe).items())
+    assert (
+        logged_loads(recipe) == logged_loads(whole)
+        and {"expert_load/3/most", "expert_load/0/least"} <= logged_loads(recipe)[0].keys()
+    )
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in trained_biases(recipe).items())
 
 
 def test_a_run_that_is_killed(whole, tmp_path):
     killed = experts(tmp_path, micro_batch=4)
     resumed(killed, 1, 3, 4)
-    assert losses(killed) == losses(whole) and told(killed) == told(whole)
+    assert losses(killed) == losses(whole) and logged_loads(killed) == logged_loads(whole)
     assert all(torch.equal(tensor, weights(killed)[key]) for key, tensor in weights(whole).items())
 
 
@@ -166,14 +169,14 @@ def test_a_run_however_it_is_divided_among_processes(tmp_path):
         documents=100,
         train={"expert_bias_rate": RATE, "batch_tokens": 8 * length, "tokens": 8 * 8 * length},
     )
-    found = []
+    results = []
     for processes, at_once in DIVISIONS:
         run = Run(recipe, tmp_path, f"{processes}-{at_once}")
         run.finish(processes, f"train.micro_batch={at_once}")
         spread = [{key: line[key] for key in line if key.startswith("expert_load/")} for line in run.metrics()]
-        found.append((list(run.losses().values()), spread))
-    for values, spread in found[1:]:
-        assert values == pytest.approx(found[0][0], abs=1e-5) and spread == found[0][1]
+        results.append((list(run.losses().values()), spread))
+    for values, spread in results[1:]:
+        assert values == pytest.approx(results[0][0], abs=1e-5) and spread == results[0][1]
 
 
 def test_a_rate_without_biases_is_refused(tmp_path):
@@ -191,7 +194,7 @@ def test_a_rate_without_biases_is_refused(tmp_path):
 
 
 def test_a_rate_for_the_biases_of_another_model_is_refused():
-    """A DeepSeek-V3 has biases, which stay as they are."""
+    """DeepSeek-V3 has expert biases, but they are not updated."""
     config = SimpleNamespace(model_type="crosshead_deepseek_v3")
     with pytest.raises(RecipeError, match=r"expert_bias_rate=0\.01.*Qwen3-MoE") as caught:
         check_expert_bias(config, 0.01)
@@ -208,21 +211,21 @@ def test_other_refusals():
 
 def test_what_is_expected_of_a_model_that_is_continued():
     without, biased = mixed_model("Qwen3Moe", {}).config, model_of().config
-    for found, expected in ((without, biased), (biased, without)):
+    for stored, expected in ((without, biased), (biased, without)):
         with pytest.raises(RecipeError, match=r"model\.path.*expert_bias"):
-            check_expected(found, expected)
-        check_expected(found, found)
+            check_expected(stored, expected)
+        check_expected(stored, stored)
 
 
 def test_sharded_as_every_process_has_read_it():
     def accelerator():
         return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=True)))
 
-    config, asked = model_of().config, accelerator()
-    load_biases_everywhere(asked, config, None)
-    assert not asked.state.fsdp_plugin.cpu_ram_efficient_loading
+    config, sharded = model_of().config, accelerator()
+    load_biases_everywhere(sharded, config, None)
+    assert not sharded.state.fsdp_plugin.cpu_ram_efficient_loading
     with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading"):
         load_biases_everywhere(accelerator(), config, "somewhere")
-    asked = accelerator()
-    load_biases_everywhere(asked, mixed_model("Qwen3Moe", {}).config, "somewhere")
-    assert asked.state.fsdp_plugin.cpu_ram_efficient_loading
+    sharded = accelerator()
+    load_biases_everywhere(sharded, mixed_model("Qwen3Moe", {}).config, "somewhere")
+    assert sharded.state.fsdp_plugin.cpu_ram_efficient_loading

@@ -1,4 +1,4 @@
-"""A disk that is full: one line, earlier checkpoints as they were, and the run goes on when there is room."""
+"""Full disks: a one-line error, earlier checkpoints stay intact, and the run continues once there is space."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SIZE = 4 << 20
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 4 MB, where this user may mount one."""
+    """A tmpfs of 4 MB; the test is skipped where this user cannot mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)]
@@ -34,7 +34,7 @@ def small_disk(tmp_path):
 
 
 def fill(disk, left):
-    """Leave so many bytes."""
+    """Fill a disk up to `left` free bytes."""
     with (disk / "filler").open("wb") as file:
         file.write(bytes(max(0, shutil.disk_usage(disk).free - left)))
         file.flush()
@@ -42,9 +42,9 @@ def fill(disk, left):
 
 
 def filling(disk, left, step):
-    """Progress that fills the disk behind a step."""
+    """Return a progress callback that fills the disk after a step."""
 
-    def show(stage, done, total, told=""):
+    def show(stage, done, total, message=""):
         if stage == "training" and done == step and not (disk / "filler").exists():
             fill(disk, left)
 
@@ -72,8 +72,8 @@ def assert_goes_on(recipe, whole, disk):
     train(recipe)
     train(whole)
     assert losses(recipe) == losses(whole)
-    found, expected = weights(recipe), weights(whole)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result, expected = weights(recipe), weights(whole)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("case", first([(20_000, KNOCKING), (150_000, KNOCKING), (300_000, LORA)]))
@@ -82,11 +82,11 @@ def test_no_room_for_a_checkpoint(case, small_disk, tmp_path):
     whole, recipe = run_on(small_disk, name, tmp_path)
     words = r"step 4.*0\.000 GB"
     refused(recipe, words, filling(small_disk, left, 3))
-    kept = Path(recipe.output, "checkpoint-2")
-    assert kept.is_dir() and not list(Path(recipe.output).glob(".partial/*"))
-    before = content(kept)
+    checkpoint = Path(recipe.output, "checkpoint-2")
+    assert checkpoint.is_dir() and not list(Path(recipe.output).glob(".partial/*"))
+    before = content(checkpoint)
     refused(recipe, r"(step 4|metrics\.jsonl).*resumes from checkpoint-2, ")
-    assert content(kept) == before
+    assert content(checkpoint) == before
     assert_goes_on(recipe, whole, small_disk)
 
 
@@ -126,10 +126,10 @@ def test_no_room_at_all(small_disk, tmp_path):
 def test_no_room_for_the_first_file(name, tmp_path, monkeypatch):
     opened, recipe = Path.open, toy_run(KNOCKING, tmp_path / "toy")
 
-    def full(path, *given, **options):
+    def full(path, *arguments, **options):
         if path.name == name:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, *given, **options)
+        return opened(path, *arguments, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)

@@ -1,4 +1,4 @@
-"""The end of `crosshead train` with `hub`: the model is pushed; where that fails, nothing but the push is lost."""
+"""`crosshead train` with `hub` pushes the model; if the push fails, the same command repeats only the push."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -19,27 +19,27 @@ NAME = "org/model"
 
 
 @pytest.fixture
-def asked(tmp_path):
-    """A recipe of three steps as a file."""
+def recipe_file(tmp_path):
+    """The file of a recipe of three steps with `hub`."""
     path = tmp_path / "recipe.yaml"
     content = asdict(toy_run(KNOCKING, tmp_path, 3)) | {"hub": {"repo": NAME}}
     path.write_text(yaml.safe_dump(without_nothing(content)))
     return path
 
 
-def test_a_push_that_fails_is_made_good_by_the_same_command(asked, tmp_path, monkeypatch, capfd):
+def test_a_push_that_fails_is_made_good_by_the_same_command(recipe_file, tmp_path, monkeypatch, capfd):
     model = tmp_path / "run" / "model"
     refusing = Repository({}, private=True, refused="commit")
     with own_hub(monkeypatch, TOKEN) as hub:
         hub.repositories[NAME] = refusing
-        status, out, err = run(capfd, monkeypatch, f"train {asked} --debug")
+        status, out, err = run(capfd, monkeypatch, f"train {recipe_file} --debug")
         assert status == 1 and out.endswith(f"wrote {model}\n")
-        told = err.splitlines()[-1]
-        assert told.startswith("crosshead: error: ") and all(word in told for word in (str(model), NAME, "403"))
+        message = err.splitlines()[-1]
+        assert message.startswith("crosshead: error: ") and all(word in message for word in (str(model), NAME, "403"))
         before = {path.name: path.read_bytes() for path in model.iterdir()}
         refusing.refused = ""
         printed = out + err
-        status, out, err = run(capfd, monkeypatch, f"train {asked}")
+        status, out, err = run(capfd, monkeypatch, f"train {recipe_file}")
         assert (status, out.splitlines()[-2:]) == (
             0,
             [f"pushed to {hub.address}/{NAME}", f"tagged v{version('crosshead')}"],

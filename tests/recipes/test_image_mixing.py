@@ -1,4 +1,4 @@
-"""Crops, RandAugment and erasing keep to their bounds; mixup, CutMix and soft targets are the papers'."""
+"""Crops, RandAugment and erasing keep to their bounds; mixup, CutMix and soft targets match the papers."""
 
 import math
 
@@ -15,7 +15,7 @@ CLASSES = 5
 
 
 def batch_of(first: int, count: int, size: tuple[int, int] = (6, 9), seed: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Samples with random pixels, from the sample `first` of a run on."""
+    """Return samples with random pixels, beginning with sample number `first` of a run."""
     draws = torch.Generator().manual_seed(5)
     images = torch.rand(first + count, 2, *size, generator=draws)
     labels = torch.randint(CLASSES, (first + count,), generator=draws)
@@ -26,7 +26,7 @@ def batch_of(first: int, count: int, size: tuple[int, int] = (6, 9), seed: int =
 
 
 def targets(batch, count: int, smoothing: float) -> list[list[float]]:
-    """Probabilities of classes: shares of the classes of both images, then smoothed."""
+    """Return target probabilities (rows, classes): the shares of both images' classes, then smoothed."""
     rows = []
     for row in range(count):
         share = float(batch["shares"][row])
@@ -46,8 +46,8 @@ def test_the_loss_is_the_cross_entropy_with_the_soft_target(smoothing):
         total = math.log(sum(map(math.exp, row)))
         expected.append(-sum(share * (logit - total) for share, logit in zip(target, row, strict=True)))
         assert sum(target) == pytest.approx(1)
-    found = SoftPredictions("", logits, batch["labels"], batch["other_labels"], batch["shares"], smoothing).losses
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    result = SoftPredictions("", logits, batch["labels"], batch["other_labels"], batch["shares"], smoothing).losses
+    assert result.tolist() == pytest.approx(expected, rel=1e-5)
     unmixed = MixImages(mixup=0.0, cutmix=0.0)(batch_of(0, 5))
     assert set(unmixed["shares"].tolist()) == {1.0} and torch.equal(unmixed["other_labels"], unmixed["labels"])
 
@@ -70,9 +70,9 @@ def test_cutmix_takes_a_box_from_the_other_image_and_its_share_from_the_area():
     batch = MixImages(mixup=0.0, cutmix=1.0)(samples)
     for row in range(40):
         own, other = (samples[index]["pixel_values"] for index in (row, row ^ 1))
-        found = batch["pixel_values"][row]
-        is_cut = (found != own).any(0)
-        assert torch.equal(found[:, is_cut], other[:, is_cut])
+        mixed = batch["pixel_values"][row]
+        is_cut = (mixed != own).any(0)
+        assert torch.equal(mixed[:, is_cut], other[:, is_cut])
         assert float(batch["shares"][row]) == pytest.approx(1 - is_cut.sum().item() / is_cut.numel())
         if is_cut.any():  # a whole box
             rows, columns = is_cut.nonzero().min(0).values, is_cut.nonzero().max(0).values + 1
@@ -81,7 +81,7 @@ def test_cutmix_takes_a_box_from_the_other_image_and_its_share_from_the_area():
 
 
 def test_shares_are_of_the_beta_distribution():
-    """Its mean is 1/2, its variance 1 / (4 (2 a + 1))."""
+    """Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))."""
     mix = MixImages(mixup=0.8, cutmix=0.0)
     shares = torch.cat([mix(batch_of(first, 400, (1, 1)))["shares"] for first in range(0, 2000, 400)])[::2]
     assert float(shares.mean()) == pytest.approx(0.5, abs=0.03)
@@ -124,7 +124,7 @@ def test_an_image_that_no_crop_fits_is_cropped_in_the_middle():
 
 
 def image_of(mode: str) -> Image.Image:
-    """Random pixels, neither black nor white."""
+    """Return an image of random pixels, neither black nor white."""
     shape = (24, 30) if mode == "L" else (24, 30, 3)
     return Image.fromarray(np.random.default_rng(1).integers(20, 220, shape, dtype=np.uint8))
 
@@ -154,7 +154,7 @@ def test_operations_are_those_that_their_names_say():
     bright, dark = (np.asarray(changed(image, "brightness", 1.0, np.random.default_rng(seed))) for seed in (0, 1))
     assert {bright.mean() > pixels.mean(), dark.mean() > pixels.mean()} == {True, False}
     moved = {np.asarray(changed(image, "translate_y", 1.0, np.random.default_rng(seed)))[0].any() for seed in (0, 1)}
-    assert moved == {True, False}  # up, and down behind an empty edge
+    assert moved == {True, False}  # up, and down below an empty edge
 
 
 def test_erasing_replaces_one_box_by_noise():

@@ -1,4 +1,4 @@
-"""Training image classifiers at toy size: losses, scores, resumed and divided runs, results, and what is refused."""
+"""Training image classifiers at toy size: losses, scores, resumed and divided runs, results, refused recipes."""
 
 import json
 from dataclasses import replace
@@ -31,15 +31,15 @@ CLASSES = ["0_degrees", "135_degrees", "45_degrees", "90_degrees"]
 NO_DROP_PATH = "model.config.drop_path_rate=0"
 
 
-def run(name: str, folder: Path, steps: int = 4, given: tuple[str, ...] = (), **train_changes):
-    """A shipped recipe at toy size; `given` are changes before it is made small."""
-    recipe = toy(load_recipe(name, given), folder)
+def run(name: str, folder: Path, steps: int = 4, overrides: tuple[str, ...] = (), **train_changes):
+    """Return a shipped recipe at toy size; `overrides` are applied before it is made small."""
+    recipe = toy(load_recipe(name, overrides), folder)
     settings = {"samples": steps * recipe.per_step} | train_changes
     return replace(recipe, train=replace(recipe.train, **settings), checkpoints=replace(recipe.checkpoints, every=2))
 
 
 def opened(recipe):
-    """The objective, the model at the start of a run, and the data."""
+    """Return the objective, the model at the start of a run, and the data."""
     objective = objective_of(recipe)
     inputs = objective.load_processor()
     model = load_model(recipe, inputs)
@@ -48,7 +48,7 @@ def opened(recipe):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run from scratch with drop path and every augmentation."""
+    """Recipe and outcome of a run from scratch with drop path and every augmentation."""
     recipe = run(TRANSNEXT, tmp_path_factory.mktemp("whole"))
     return recipe, train(recipe)
 
@@ -57,8 +57,8 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(finished, tmp_path):
     whole, again = finished[0], run(TRANSNEXT, tmp_path)
     resumed(again, 1, 3)
     assert len(losses(whole)) == 4 and losses(again) == losses(whole)
-    expected, found = weights(whole), weights(again)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, result = weights(whole), weights(again)
+    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
     scores = [{key: metrics(each)[-1][key] for key in ("eval_loss", "eval_accuracy")} for each in (whole, again)]
     assert scores[0] == scores[1]
 
@@ -85,9 +85,9 @@ def test_scores_are_those_of_held_out_images_as_the_image_processor_prepares_the
     (held_out,) = opened(recipe)[2].evaluation._samples.datasets
     total, right = 0.0, 0
     for index in held_out.indices:
-        place = Path(held_out.source.place(index))
-        logits = model(**processor(Image.open(place).convert("RGB"), return_tensors="pt")).logits[0]
-        label = CLASSES.index(place.parent.name)
+        path = Path(held_out.source.place(index))
+        logits = model(**processor(Image.open(path).convert("RGB"), return_tensors="pt")).logits[0]
+        label = CLASSES.index(path.parent.name)
         total -= float(logits.log_softmax(0)[label])
         right += int(logits.argmax()) == label
     assert len(held_out) >= 2
@@ -96,7 +96,7 @@ def test_scores_are_those_of_held_out_images_as_the_image_processor_prepares_the
 
 
 def test_the_first_loss_is_that_of_the_soft_targets_and_the_balance_loss_of_each_image(tmp_path):
-    recipe = run(TRANSNEXT, tmp_path, steps=2, given=(NO_DROP_PATH,))
+    recipe = run(TRANSNEXT, tmp_path, steps=2, overrides=(NO_DROP_PATH,))
     objective, model, data = opened(recipe)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     batch = objective.collator([samples[number] for number in range(recipe.batch_size)])
@@ -131,12 +131,12 @@ def test_other_processes_prepare_the_same_samples(tmp_path):
 @pytest.mark.slow
 def test_a_classifier_learns(tmp_path):
     changes = ("objective={name: classes, crop: 0.5, flip: false}", "train.learning_rate=2e-3")
-    outcome = train(run(VIT, tmp_path, steps=150, given=changes, micro_batch=4))
+    outcome = train(run(VIT, tmp_path, steps=150, overrides=changes, micro_batch=4))
     assert outcome.metrics["eval_accuracy"] > 0.9 and outcome.metrics["eval_loss"] < 0.3
 
 
 def continued(tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes) -> Path:
-    """The recipe file of a run that continues a model with three classes, on data with four."""
+    """Write the recipe of a run that continues a model with three classes on data with four; return its path."""
     write_image_model(tmp_path / "model", task=task, **changes)
     write_toy_images(tmp_path / "images")
     path = tmp_path / "recipe.yaml"
@@ -206,7 +206,7 @@ def test_a_new_classifier_replaces_any_other(task, number, tmp_path):
 
 
 def test_a_dry_run_counts_the_new_classifier(tmp_path):
-    recipe = run(VIT, tmp_path, given=("objective.new_classifier=true",))
+    recipe = run(VIT, tmp_path, overrides=("objective.new_classifier=true",))
     reports = []
     for number in (4, 7):
         config = recipe.model.config | {"num_labels": number}
@@ -233,12 +233,12 @@ def test_a_model_without_classifier_is_refused(tmp_path):
 
 def test_an_image_processor_of_another_model_is_refused(tmp_path):
     recipe = load_recipe(continued(tmp_path, num_labels=4))
-    place = tmp_path / "model" / "preprocessor_config.json"
-    content = json.loads(place.read_text())
-    place.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))
+    path = tmp_path / "model" / "preprocessor_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))
     with pytest.raises(RecipeError, match=r"\[3, 20, 20\].*\[3, 16, 16\]"):
         train(recipe)
-    place.write_text("{")
+    path.write_text("{")
     with pytest.raises(RecipeError, match=r"model\.path="):
         train(recipe)
 
@@ -271,7 +271,7 @@ def test_recipes_that_cannot_train_are_refused(change, words):
 
 
 def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
-    recipe = run(VIT, tmp_path, given=("model.config.mixers={}", "model.path="))
+    recipe = run(VIT, tmp_path, overrides=("model.config.mixers={}", "model.path="))
     report = dry_run(recipe, ONE_GPU)
     patches, width, inner, layers = 16, 48, 64, 4
     tokens = patches + 1
@@ -285,11 +285,11 @@ def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
 
 
 def test_the_dry_run_counts_the_classes_of_the_data(tmp_path):
-    recipe = run(VIT, tmp_path, given=("model.path=",))
+    recipe = run(VIT, tmp_path, overrides=("model.path=",))
     config = {name: value for name, value in recipe.model.config.items() if name != "num_labels"}
-    found = dry_run(replace(recipe, model=replace(recipe.model, config=config)), ONE_GPU)
-    assert found["classes"] == len(CLASSES) == 4
-    assert found["parameters"] == dry_run(recipe, ONE_GPU)["parameters"]
+    report = dry_run(replace(recipe, model=replace(recipe.model, config=config)), ONE_GPU)
+    assert report["classes"] == len(CLASSES) == 4
+    assert report["parameters"] == dry_run(recipe, ONE_GPU)["parameters"]
 
 
 def test_text_objectives_refuse_images():

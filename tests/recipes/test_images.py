@@ -25,13 +25,13 @@ SIZE = (20, 12)
 
 
 def picture(number: int, size: tuple[int, int] = SIZE) -> Image.Image:
-    """Random pixels."""
+    """Return an image of random pixels."""
     pixels = np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def write_classes(folder: Path, counts: dict[str, int]) -> Path:
-    """Random images in a folder for each class."""
+    """Write random images into a folder for each class."""
     number = 0
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -45,12 +45,12 @@ def options_of(tmp_path: Path, **changes):
     return replace(DataOptions(sources, cache=str(tmp_path / "cache")), **changes)
 
 
-def found(options, channels=3, columns=COLUMNS):
+def find(options, channels=3, columns=COLUMNS):
     return find_images(options, columns, image_processor(8, channels), channels)
 
 
 def opened(options, channels=3, columns=COLUMNS, augmentation=PLAIN):
-    return open_images(options, found(options, channels, columns), augmentation)
+    return open_images(options, find(options, channels, columns), augmentation)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_folders_are_classes_in_the_order_of_their_names(options, tmp_path):
     picture(99).save(nested / "last.JPEG")
     (tmp_path / "data" / "ant" / "notes.txt").write_text("no image")
     (tmp_path / "data" / ".hidden").mkdir()
-    assert found(options).classes == ("ant", "bee", "cat")
+    assert find(options).classes == ("ant", "bee", "cat")
     (images,) = opened(options).sources
     assert Counter(images.source.labels) == {0: 7, 1: 9, 2: 9} and images.indices == list(range(25))
     assert images.source.place(15) == str(nested / "last.JPEG") and images[15]["labels"] == 1
@@ -73,14 +73,14 @@ def test_folders_are_classes_in_the_order_of_their_names(options, tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_held_out_images_are_prepared_as_the_image_processor_does(options, channels):
-    """A central crop of 7/8 of the shorter side, bicubic, from -1 to 1."""
+    """Bicubic resampling, a central crop of 7/8 of the shorter side, and pixel values from -1 to 1."""
     data = opened(replace(options, evaluation=options.sources), channels)
     sample = data.evaluation[0]
     image = Image.open(data.sources[0].source.place(0)).convert("L" if channels == 1 else "RGB")
     wide = image.resize((15, 9), Image.Resampling.BICUBIC)  # 9 is 8 / (7/8) rounded down
     pixels = torch.from_numpy(np.array(wide)).float().view(9, 15, channels).permute(2, 0, 1) / 127.5 - 1
-    places = [(top, left) for top in (0, 1) for left in (3, 4)]  # half a pixel may be left out on either side
-    assert any(torch.allclose(sample["pixel_values"], pixels[:, y : y + 8, x : x + 8], atol=1e-6) for y, x in places)
+    offsets = [(top, left) for top in (0, 1) for left in (3, 4)]  # the centre may be rounded up or down
+    assert any(torch.allclose(sample["pixel_values"], pixels[:, y : y + 8, x : x + 8], atol=1e-6) for y, x in offsets)
     assert int(sample["labels"]) == 0 and len(data.evaluation) == 24
 
 
@@ -98,8 +98,8 @@ def test_each_image_comes_once_an_epoch_and_the_same_seed_gives_the_same_samples
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
     assert not torch.equal(opened(options, augmentation=FULL).samples(60, seed=2)[0]["pixel_values"], first[0])
     plain = opened(options).samples(48, seed=1)
-    place = next(n for n in range(24, 48) if torch.equal(plain[n]["pixel_values"], plain[0]["pixel_values"]))
-    assert not torch.equal(first[place], first[0])  # the same image, changed in another way in the next epoch
+    repeat = next(n for n in range(24, 48) if torch.equal(plain[n]["pixel_values"], plain[0]["pixel_values"]))
+    assert not torch.equal(first[repeat], first[0])  # the same image with another augmentation in the next epoch
     with pytest.raises(IndexError):
         samples[60]
 
@@ -127,30 +127,30 @@ def test_the_held_out_share_is_chosen_by_content(options, tmp_path):
 
 def test_images_are_read_once_until_a_file_changes(options, tmp_path, monkeypatch):
     first = opened(options)
-    read = []
+    digests = []
     digest = image_sources._digest
-    monkeypatch.setattr(image_sources, "_digest", lambda *given: read.append(given) or digest(*given))
-    assert opened(options).fingerprint == first.fingerprint and not read
+    monkeypatch.setattr(image_sources, "_digest", lambda *arguments: digests.append(arguments) or digest(*arguments))
+    assert opened(options).fingerprint == first.fingerprint and not digests
     picture(98).save(tmp_path / "data" / "bee" / "00.png")
-    assert opened(options).fingerprint != first.fingerprint and len(read) == 24
+    assert opened(options).fingerprint != first.fingerprint and len(digests) == 24
 
 
 def test_toy_images_differ_between_classes(tmp_path):
     write_toy_images(tmp_path / "data")
     options = options_of(tmp_path)
-    assert found(options).classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
+    assert find(options).classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
     (images,) = opened(options, channels=1).sources
-    changes = []  # between neighbours: upright stripes change along rows
-    for place in range(len(images)):
-        pixels = np.asarray(images[place]["image"]).astype(float)
+    changes = []  # class and ratio of changes between neighbouring pixels; upright stripes change along rows
+    for index in range(len(images)):
+        pixels = np.asarray(images[index]["image"]).astype(float)
         along, down = (np.abs(np.diff(pixels, axis=axis)).mean() for axis in (1, 0))
-        changes.append((int(images[place]["labels"]), along / down))
+        changes.append((int(images[index]["labels"]), along / down))
     upright, flat = ([ratio for label, ratio in changes if label == kind] for kind in (0, 3))
     assert len(upright) == len(flat) == 12 and min(upright) > 1.5 > 1 / 1.5 > max(flat)
 
 
 def write_dataset(tmp_path: Path, **columns) -> DataOptions:
-    """A local copy of a dataset of the Hub."""
+    """Write a local copy of a Hub dataset, and return options that read it."""
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee", "cat"])}
     content = {"image": [picture(number) for number in range(6)], "label": [2, 0, 1, 2, 0, 1]} | columns
     kinds = datasets.Features({name: features.get(name, datasets.Value("string")) for name in content})
@@ -162,14 +162,14 @@ def write_dataset(tmp_path: Path, **columns) -> DataOptions:
 def test_datasets_have_the_classes_of_their_labels(tmp_path):
     options = write_dataset(tmp_path)
     (images,) = opened(options).sources
-    assert found(options).classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
+    assert find(options).classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
     assert images[3]["image"].tobytes() == picture(3).tobytes()
     assert images.source.place(3) == f"row 4 of the Hub dataset {tmp_path / 'copy'}"
 
 
 def test_labels_of_datasets_may_be_words(tmp_path):
     options = write_dataset(tmp_path, kind=["b", "a", "b", "a", "c", "b"])
-    inputs = found(options, columns=("image", "kind"))
+    inputs = find(options, columns=("image", "kind"))
     assert inputs.classes == ("a", "b", "c") and inputs.sources[0].labels == [1, 0, 1, 0, 2, 1]
 
 
@@ -215,10 +215,10 @@ def test_folders_that_cannot_be_used_are_errors_in_one_line(options, tmp_path, c
 
 def test_sources_with_other_classes_are_refused(options, tmp_path):
     write_classes(tmp_path / "other", {"ant": 2, "bee": 2, "dog": 2})
-    for places in ("sources", "evaluation"):
-        changed = (*getattr(options, places), DataSource(str(tmp_path / "other"), "images"))
+    for section in ("sources", "evaluation"):
+        changed = (*getattr(options, section), DataSource(str(tmp_path / "other"), "images"))
         with pytest.raises(RecipeError, match=r"other\b.*'dog'.*'cat'"):
-            opened(replace(options, **{places: changed}))
+            opened(replace(options, **{section: changed}))
 
 
 def test_data_of_which_nothing_is_left_is_an_error(options):

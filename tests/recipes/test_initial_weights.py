@@ -1,4 +1,4 @@
-"""A run belongs to the weights that it began with, not to the path where they were."""
+"""A run is tied to the weights that it began with, not only to their path."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from toy_training import KNOCKING, MIXTURE, toy_run, train
 
 @pytest.mark.parametrize(("name", "key"), [(KNOCKING, "model.path"), (MIXTURE, "distillation.teacher")])
 def test_a_run_is_that_of_its_weights(name, key, tmp_path):
-    """A model or a teacher that was replaced is not the one that the run began with."""
+    """A run is not resumed if the weights of its model or teacher were replaced."""
     recipe = toy_run(name, tmp_path, steps=2)
     train(recipe)
     run = Path(recipe.output, "run.json")

@@ -1,4 +1,4 @@
-"""What a step minimises, beside its parts put together by hand."""
+"""The loss of a training step against its terms, computed separately."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ ITEMS = torch.tensor(40)
 
 
 def batch():
-    """Four sequences that predict different numbers of tokens."""
+    """Return a batch of four sequences with different numbers of predicted tokens."""
     ids = tokens(4, 9)
     labels = ids.clone()
     labels[:, 0] = labels[1, 5:] = labels[3, :7] = NOT_PREDICTED
@@ -51,7 +51,7 @@ def cross_entropy(logits, labels):
 
 
 def balance(model, inputs):
-    """Each sequence's, by its tokens' share of the step."""
+    """Return the balance loss: each sequence's loss times its share of the predicted tokens of the step."""
     total = 0.0
     for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
         scores = model(ids[None], output_head_router_scores=True).head_router_scores
@@ -62,8 +62,8 @@ def balance(model, inputs):
 
 @pytest.mark.parametrize("mixers", [CASES["knocking"], ROUTED])
 def test_the_next_token_and_the_balance_of_each_sequence(mixers):
-    ask, model = objective(mixers)
-    loss, outputs = ask(model, batch(), ITEMS, 0)
+    loss_fn, model = objective(mixers)
+    loss, outputs = loss_fn(model, batch(), ITEMS, 0)
     expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS
     if "mixture" in mixers:
         expected = expected + balance(model, batch())
@@ -71,84 +71,85 @@ def test_the_next_token_and_the_balance_of_each_sequence(mixers):
 
 
 def test_a_teacher_takes_its_weight_from_the_next_token():
-    ask, model = objective(ROUTED, weight=0.3, temperature=2.0)
-    loss, outputs = ask(model, batch(), ITEMS, 0)
+    loss_fn, model = objective(ROUTED, weight=0.3, temperature=2.0)
+    loss, outputs = loss_fn(model, batch(), ITEMS, 0)
     labels, teacher = batch()["labels"], stock_model("Llama")(batch()["input_ids"]).logits
     keep = labels[:, 1:] != NOT_PREDICTED
-    found, wanted = ((x[:, :-1][keep] / 2.0).log_softmax(-1) for x in (outputs["logits"], teacher))
-    divergence = 4.0 * functional.kl_div(found, wanted, reduction="sum", log_target=True)
+    student, target = ((x[:, :-1][keep] / 2.0).log_softmax(-1) for x in (outputs["logits"], teacher))
+    divergence = 4.0 * functional.kl_div(student, target, reduction="sum", log_target=True)
     expected = (0.7 * cross_entropy(outputs["logits"], labels) + 0.3 * divergence) / ITEMS + balance(model, batch())
     torch.testing.assert_close(loss, expected)
 
 
 def test_a_teacher_without_a_weight_runs_in_a_transfer_alone(monkeypatch):
-    ask, model = objective(ROUTED, weight=0.0, transfer_steps=1)
+    loss_fn, model = objective(ROUTED, weight=0.0, transfer_steps=1)
     ran = []
     run_teacher = TrainingLoss._run_teacher
-    monkeypatch.setattr(TrainingLoss, "_run_teacher", lambda *given: ran.append(1) or run_teacher(*given))
-    assert ask(model, batch(), ITEMS, 0)[0].isfinite() and ran == [1]
-    ask.finish()
-    torch.testing.assert_close(ask(model, batch(), ITEMS, 1)[0], objective(ROUTED)[0](model, batch(), ITEMS, 0)[0])
+    monkeypatch.setattr(TrainingLoss, "_run_teacher", lambda *arguments: ran.append(1) or run_teacher(*arguments))
+    assert loss_fn(model, batch(), ITEMS, 0)[0].isfinite() and ran == [1]
+    loss_fn.finish()
+    torch.testing.assert_close(loss_fn(model, batch(), ITEMS, 1)[0], objective(ROUTED)[0](model, batch(), ITEMS, 0)[0])
     assert ran == [1]
 
 
 def test_a_teacher_on_disk():
-    ask, model = objective(ROUTED, weight=0.3)
-    expected, _ = ask(model, batch(), ITEMS, 0)
+    loss_fn, model = objective(ROUTED, weight=0.3)
+    expected, _ = loss_fn(model, batch(), ITEMS, 0)
     stored = stock_model("Llama")(batch()["input_ids"]).logits.log_softmax(-1).topk(61, dim=-1)
     alone = TrainingLoss(
         NextToken(RECIPE), HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None
     )
-    found, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    loss, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_is_matched_first():
-    ask, model = objective(ROUTED, weight=0.3, match_steps=2)
-    losses = [ask(model, batch(), ITEMS, step)[0] for step in range(3)]
+    loss_fn, model = objective(ROUTED, weight=0.3, match_steps=2)
+    losses = [loss_fn(model, batch(), ITEMS, step)[0] for step in range(3)]
     teacher, ids = stock_model("Llama"), batch()["input_ids"]
-    with attention_states(teacher) as (_, wanted), attention_states(model) as (_, found):
+    with attention_states(teacher) as (_, targets), attention_states(model) as (_, outputs):
         teacher(ids)
         model(ids)
     shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
-    torch.testing.assert_close(losses[0], (attention_errors(found, wanted) * shares).sum())
+    torch.testing.assert_close(losses[0], (attention_errors(outputs, targets) * shares).sum())
     assert losses[0] == losses[1] != losses[2]
     model.zero_grad()
     losses[0].backward()
-    assert model.lm_head.weight.grad.abs().max() == 0  # there for data parallelism, which waits for all of them
+    # The gradient is zero instead of None, since data parallelism waits for all gradients.
+    assert model.lm_head.weight.grad.abs().max() == 0
     assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("case", ["mixture", "differential", "paired queries"])
 def test_each_layer_learns_alone_in_a_transfer(case):
-    """Its loss is that of the student's attention for the inputs of the teacher's; matching comes afterwards."""
-    ask, model = objective(CASES[case], transfer_steps=1, match_steps=1)
-    loss, _ = ask(model, batch(), ITEMS, 0)
+    """The loss compares each student attention with the teacher's on the teacher's inputs; matching follows."""
+    loss_fn, model = objective(CASES[case], transfer_steps=1, match_steps=1)
+    loss, _ = loss_fn(model, batch(), ITEMS, 0)
     loss.backward()
-    ask.finish()
+    loss_fn.finish()
     teacher, ids = stock_model("Llama"), batch()["input_ids"]
-    with attention_states(teacher) as (read, wanted):
+    with attention_states(teacher) as (inputs_of_layers, targets):
         teacher(ids)
-    tables = teacher.model.rotary_emb(read[0], torch.arange(9)[None])
+    tables = teacher.model.rotary_emb(inputs_of_layers[0], torch.arange(9)[None])
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
-    found = [
+    outputs = [
         layer.self_attn(hidden_states=inputs, position_embeddings=tables, attention_mask=mask)[0]
-        for layer, inputs in zip(model.model.layers, read, strict=True)
+        for layer, inputs in zip(model.model.layers, inputs_of_layers, strict=True)
     ]
     shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
-    torch.testing.assert_close(loss, (attention_errors(found, wanted) * shares).sum())
+    torch.testing.assert_close(loss, (attention_errors(outputs, targets) * shares).sum())
     moved = {name for name, parameter in model.named_parameters() if parameter.grad.any()}
     assert moved and all(".self_attn." in name for name in moved)
-    matched, _ = ask(model, batch(), ITEMS, 1)
+    matched, _ = loss_fn(model, batch(), ITEMS, 1)
     assert matched != loss and not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("count", [1, 2])
 def test_micro_batches_add_up(step, count):
-    ask, model = objective(ROUTED, weight=0.3, match_steps=1)
-    whole, _ = ask(model, batch(), ITEMS, step)
-    together = sum(ask(model, part, ITEMS, step)[0] for part in parts(count))
+    loss_fn, model = objective(ROUTED, weight=0.3, match_steps=1)
+    whole, _ = loss_fn(model, batch(), ITEMS, step)
+    together = sum(loss_fn(model, part, ITEMS, step)[0] for part in parts(count))
     torch.testing.assert_close(together, whole)
     gradients = [
         torch.autograd.grad(loss, model.model.layers[0].self_attn.mixers["mixture"].routed.weight)[0]
@@ -160,18 +161,20 @@ def test_micro_batches_add_up(step, count):
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_micro_batches_of_a_mixture_of_experts_add_up(ours):
-    """Of a stock one, too, whose own loss counts the balance of experts in full each time."""
+    """Also of a stock model, whose own loss would add the full expert balance loss for each micro batch."""
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = mixed_model("Qwen3Moe", CASES["knocking"], **options) if ours else stock_model("Qwen3Moe", **options)
     model.train()
-    ask = TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), None, None)
-    whole, outputs = ask(model, batch(), ITEMS, 0)
+    loss_fn = TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), None, None)
+    whole, outputs = loss_fn(model, batch(), ITEMS, 0)
     share = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum() / ITEMS
     expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS + 0.5 * outputs["aux_loss"] * share
     torch.testing.assert_close(whole, expected)
-    alike = [{name: value[:1] for name, value in batch().items()}] * 4  # equal micro batches balance alike
+    alike = [{name: value[:1] for name, value in batch().items()}] * 4  # equal micro batches have equal balance losses
     joined = {name: torch.cat([each[name] for each in alike]) for name in alike[0]}
-    torch.testing.assert_close(sum(ask(model, each, ITEMS, 0)[0] for each in alike), ask(model, joined, ITEMS, 0)[0])
+    torch.testing.assert_close(
+        sum(loss_fn(model, each, ITEMS, 0)[0] for each in alike), loss_fn(model, joined, ITEMS, 0)[0]
+    )
 
 
 def test_evaluation_counts_the_next_token_alone():
@@ -185,9 +188,9 @@ def test_evaluation_counts_the_next_token_alone():
 
 
 def test_no_predictions_at_all_in_a_micro_batch():
-    ask, model = objective(ROUTED, weight=0.3)
+    loss_fn, model = objective(ROUTED, weight=0.3)
     nothing = batch() | {"labels": torch.full((4, 9), NOT_PREDICTED)}
-    assert ask(model, nothing, ITEMS, 0)[0] == 0
+    assert loss_fn(model, nothing, ITEMS, 0)[0] == 0
 
 
 def test_layers_without_a_router_are_left_out():
@@ -198,9 +201,9 @@ def test_layers_without_a_router_are_left_out():
 def test_the_load_of_heads():
     routing = HeadRouting.of(mixed_model("Llama", {"mixture": {"shared_heads": 1, "active_heads": 3}}).config)
     first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
-    found = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
-    assert load_metrics("head_load", dict(zip((0, 3), found, strict=True))) == {
-        "head_load/0/least": 0.5,  # of four tokens two select the last head, and three each of the others
+    loads = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
+    assert load_metrics("head_load", dict(zip((0, 3), loads, strict=True))) == {
+        "head_load/0/least": 0.5,  # of 4 tokens, 2 select the last head and 3 each of the others
         "head_load/0/most": 0.75,
         "head_load/3/least": 0.0,
         "head_load/3/most": 1.0,
@@ -208,7 +211,7 @@ def test_the_load_of_heads():
 
 
 def test_layers_whose_heads_are_all_shared_have_no_load():
-    """TransNeXt's first stages in MoH-ViT; the balance loss is the mean over the others, as the model's."""
+    """As in TransNeXt's first stages in MoH-ViT; the balance loss is the mean over the other layers."""
     mixture = {"mixture": {"active_heads": [4, 3], "shared_heads": [4, 1]}}
     model = mixed_model("Bert", mixture)
     routing = HeadRouting.of(model.config)

@@ -1,4 +1,4 @@
-"""Power laws through losses: the numbers that made a curve come back, noise and spikes or not."""
+"""Fits of scaling laws recover the parameters of a loss curve, with and without noise and spikes."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from crosshead.recipes.sweep.loss_curve import ScalingLaw, fit_scaling_law
 from tiers import grid
 
 LAWS = [(1e8, 0.3, 2.0), (5e12, 0.1, 1.5), (1e9, 0.6, 3.0), (3e9, 0.5, 0.0)]
-"""Dc, a and L0."""
+"""(Dc, a, L0) of `loss = (Dc / tokens)**a + L0`."""
 
 
 def curve(law, points=250, noise=0.0, seed=0):
@@ -23,25 +23,25 @@ def true_loss(law, tokens):
 
 @pytest.mark.parametrize("law", LAWS)
 def test_without_noise_the_numbers_come_back(law):
-    found = fit_scaling_law(*curve(law))
-    assert found.exponent == pytest.approx(law[1], rel=1e-3)
-    assert found.tokens == pytest.approx(law[0], rel=1e-2)
-    assert found.floor == pytest.approx(law[2], abs=1e-3)
-    assert found.error < 1e-6
+    fit = fit_scaling_law(*curve(law))
+    assert fit.exponent == pytest.approx(law[1], rel=1e-3)
+    assert fit.tokens == pytest.approx(law[0], rel=1e-2)
+    assert fit.floor == pytest.approx(law[2], abs=1e-3)
+    assert fit.error < 1e-6
 
 
 @pytest.mark.parametrize(("law", "seed"), grid(LAWS, range(3), strength=1))
 def test_with_noise_they_come_near(law, seed):
-    found = fit_scaling_law(*curve(law, noise=0.01, seed=seed))
-    assert found.exponent == pytest.approx(law[1], rel=0.1)
-    assert found.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=4 * found.error)
-    assert found.loss(5e11) == pytest.approx(true_loss(law, 5e11), abs=0.02)
-    assert 0.0005 < found.error < 0.002
+    fit = fit_scaling_law(*curve(law, noise=0.01, seed=seed))
+    assert fit.exponent == pytest.approx(law[1], rel=0.1)
+    assert fit.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=4 * fit.error)
+    assert fit.loss(5e11) == pytest.approx(true_loss(law, 5e11), abs=0.02)
+    assert 0.0005 < fit.error < 0.002
 
 
 @pytest.mark.parametrize(("law", "curve"), grid(LAWS[:3], [(2e7, 250), (2e10, 30)], strength=1))
 def test_the_error_is_that_of_the_last_point(law, curve):
-    """It is the worst known of all, as points lie on one side of it alone."""
+    """The last point has the largest error, since the other points lie on one side of it."""
     first, points = curve
     tokens = np.linspace(first, 5e10, points)
     exact = (law[0] / tokens) ** law[1] + law[2]
@@ -49,17 +49,17 @@ def test_the_error_is_that_of_the_last_point(law, curve):
         fit_scaling_law(tokens, exact + 0.01 * np.random.default_rng(seed).standard_normal(points))
         for seed in range(60)
     ]
-    found = np.std([fit.loss(5e10) for fit in fits])
-    assert np.median([fit.error for fit in fits]) == pytest.approx(found, rel=0.4)
+    deviation = np.std([fit.loss(5e10) for fit in fits])
+    assert np.median([fit.error for fit in fits]) == pytest.approx(deviation, rel=0.4)
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_spikes_do_not_bend_the_curve(law):
     tokens, losses = curve(law, noise=0.005)
     losses[np.random.default_rng(1).choice(len(losses), 12, replace=False)] += 3.0
-    found = fit_scaling_law(tokens, losses)
-    assert found.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=0.005)
-    assert found.exponent == pytest.approx(law[1], rel=0.1)
+    fit = fit_scaling_law(tokens, losses)
+    assert fit.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=0.005)
+    assert fit.exponent == pytest.approx(law[1], rel=0.1)
 
 
 def test_scale_does_not_matter():
@@ -71,14 +71,14 @@ def test_scale_does_not_matter():
 
 @pytest.mark.parametrize("losses", [[1.0] * 9, list(range(1, 10)), [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0]])
 def test_curves_that_do_not_fall_are_flat(losses):
-    found = fit_scaling_law(range(1, 10), losses)
-    rounding = 1e-12  # of the least squares, which differs between processors
-    assert found.loss(1) == found.loss(100) and min(losses) - rounding <= found.floor <= max(losses) + rounding
+    fit = fit_scaling_law(range(1, 10), losses)
+    rounding = 1e-12  # the rounding of least squares differs between processors
+    assert fit.loss(1) == fit.loss(100) and min(losses) - rounding <= fit.floor <= max(losses) + rounding
 
 
 def test_neither_floor_nor_height_is_negative():
-    found = fit_scaling_law(range(1, 10), [9 - loss for loss in range(9)])
-    assert found.floor >= 0 and found.tokens > 0 and found.exponent > 0
+    fit = fit_scaling_law(range(1, 10), [9 - loss for loss in range(9)])
+    assert fit.floor >= 0 and fit.tokens > 0 and fit.exponent > 0
 
 
 def test_a_law_is_the_papers_equation():

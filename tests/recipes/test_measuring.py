@@ -1,4 +1,4 @@
-"""The commands that measure training, at toy size: they run, write their figures, and go on."""
+"""The scripts that measure training run at toy size, write their figures, and resume."""
 
 import importlib
 import json
@@ -29,12 +29,12 @@ def test_all_mechanisms_from_scratch(tmp_path, text):
     command = ("from_scratch.py", tmp_path / "out", "--text", text, "--tokens", 4096, "--seeds", 2)
     *_, head, first = measured(*command)[:-7]
     assert head.startswith("held-out loss") and first.split()[:2] == ["baseline", "2"]
-    found = json.loads((tmp_path / "out" / "from_scratch.json").read_text())
-    assert len(found["losses"]) == 8 and found["losses"]["baseline"]["beside_baseline"] == 0
-    for figures in found["losses"].values():
+    report = json.loads((tmp_path / "out" / "from_scratch.json").read_text())
+    assert len(report["losses"]) == 8 and report["losses"]["baseline"]["beside_baseline"] == 0
+    for figures in report["losses"].values():
         assert 4 < min(figures["losses"].values()) <= figures["mean"] < 8.5 and figures["spread"] > 0
     lines = measured(*command)
-    assert json.loads((tmp_path / "out" / "from_scratch.json").read_text()) == found
+    assert json.loads((tmp_path / "out" / "from_scratch.json").read_text()) == report
     assert len(lines) == 2 * 8 + 1 + 8
 
 
@@ -43,9 +43,9 @@ def test_diffusion_models_beside_the_stock_one(tmp_path):
     pytest.importorskip("diffusers")
     lines = measured("diffusion.py", tmp_path / "diffusion.json", "--steps", 3, "--seeds", 2)
     assert len(lines) == 2 * 3 + 1 + 3
-    found = json.loads((tmp_path / "diffusion.json").read_text())["losses"]
-    assert found["baseline"]["beside_baseline"] == 0
-    for figures in found.values():
+    results = json.loads((tmp_path / "diffusion.json").read_text())["losses"]
+    assert results["baseline"]["beside_baseline"] == 0
+    for figures in results.values():
         assert 0 < min(figures["losses"].values()) < 2 and figures["spread"] > 0
 
 
@@ -55,9 +55,9 @@ def test_other_objectives_beside_the_stock_models(tmp_path):
     lines = measured("other_objectives.py", report, "--steps", 2, "--seeds", 2)
     assert len(lines) == 3 * (2 * 8 + 2 + 8)
     complete = json.loads(report.read_text())
-    for found in complete.values():
-        assert len(found["losses"]) == 8 and found["losses"]["baseline"]["beside_baseline"] == 0
-        assert all(1 < figures["mean"] < 9 and figures["spread"] > 0 for figures in found["losses"].values())
+    for case in complete.values():
+        assert len(case["losses"]) == 8 and case["losses"]["baseline"]["beside_baseline"] == 0
+        assert all(1 < figures["mean"] < 9 and figures["spread"] > 0 for figures in case["losses"].values())
     stopped = json.loads(report.read_text())
     del stopped["digits, ViT"]["scores"]["talking"]["1"]
     report.write_text(json.dumps(stopped))
@@ -67,20 +67,20 @@ def test_other_objectives_beside_the_stock_models(tmp_path):
 
 def test_cut_spans_and_masked_tokens(monkeypatch):
     """Inputs and labels together hold each token once; a sentinel stands for each span."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "measure")  # scripts, which import each other
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "measure")  # the scripts import each other
     other_objectives = importlib.import_module("other_objectives")
     draws = torch.Generator().manual_seed(0)
     tokens = torch.arange(128).view(2, 64)
-    found = other_objectives.corrupted(tokens, 1000, draws)
-    assert found["input_ids"].shape == (2, 64 - 10 + 3) and found["labels"].shape == (2, 10 + 3 + 1)
-    for row, inputs, labels in zip(tokens, found["input_ids"], found["labels"], strict=True):
+    result = other_objectives.corrupted(tokens, 1000, draws)
+    assert result["input_ids"].shape == (2, 64 - 10 + 3) and result["labels"].shape == (2, 10 + 3 + 1)
+    for row, inputs, labels in zip(tokens, result["input_ids"], result["labels"], strict=True):
         assert sorted([*inputs[inputs < 1000], *labels[labels < 1000]]) == row.tolist()
         assert inputs[inputs >= 1000].tolist() == [1000, 1001, 1002]
         assert labels[labels >= 1000].tolist() == [1000, 1001, 1002, 1003]
     masked = other_objectives.masked(tokens.repeat(50, 1), 1000, draws)
-    asked = masked["labels"] != -100
-    assert 0.13 < asked.double().mean() < 0.17
-    assert 0.75 < (masked["input_ids"][asked] == 1000).double().mean() < 0.85
+    selected = masked["labels"] != -100
+    assert 0.13 < selected.double().mean() < 0.17
+    assert 0.75 < (masked["input_ids"][selected] == 1000).double().mean() < 0.85
 
 
 @pytest.mark.parametrize("name", recovery.NAMES)
@@ -103,11 +103,11 @@ def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
 
 
 def test_conversions_have_the_nearest_numbers_of_heads():
-    told = {name: recovery.conversion(name, 9, 3) for name in recovery.CONVERSIONS}
-    assert told["explicit"] == ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {})
-    assert told["explicit-half"] == ({"explicit": {}}, {"layers": "auto", "budget": 0.5})
-    assert told["mixture"] == ({"mixture": {"active_heads": "7"}}, {})
-    assert told["mixture-5"] == ({"mixture": {"active_heads": "5"}}, {})
+    conversions = {name: recovery.conversion(name, 9, 3) for name in recovery.CONVERSIONS}
+    assert conversions["explicit"] == ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {})
+    assert conversions["explicit-half"] == ({"explicit": {}}, {"layers": "auto", "budget": 0.5})
+    assert conversions["mixture"] == ({"mixture": {"active_heads": "7"}}, {})
+    assert conversions["mixture-5"] == ({"mixture": {"active_heads": "5"}}, {})
     assert recovery.conversion("explicit", 8, 4)[0]["explicit"]["value_heads"] == "3"
     assert recovery.conversion("mixture-5", 8, 4)[0] == {"mixture": {"active_heads": "4"}}
 
@@ -117,8 +117,8 @@ def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
     case, control = [(0, 3.24), (10, 3.1), (20, 2.98)], [(0, 3.2), (10, 3.04), (20, 2.95)]
     report = {"explicit-half": same | {"after": 2.98, "curve": case}}
     report["explicit-control"] = same | {"after": 2.95, "curve": control}
-    found = recovery.beside_controls(report)["explicit-half"]
-    assert found["above_control"] == pytest.approx(0.03) and found["tokens_until_near"] == 20
+    compared = recovery.beside_controls(report)["explicit-half"]
+    assert compared["above_control"] == pytest.approx(0.03) and compared["tokens_until_near"] == 20
     other = {name: figures | {"tokens": number} for number, (name, figures) in enumerate(report.items())}
     del other["explicit-half"]["above_control"]
     assert "above_control" not in recovery.beside_controls(other)["explicit-half"]
@@ -133,17 +133,17 @@ def test_recovery(tmp_path, text):
     names = ["explicit-control", "explicit", "explicit-half-direct", "mixture"]
     for name in names:
         measured(*command, "--only", name, "--set", "train.learning_rate=1e-3")
-    found = json.loads((tmp_path / "out" / "recovery.json").read_text())
-    assert [*found] == names
-    for figures in found.values():
+    report = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    assert [*report] == names
+    for figures in report.values():
         assert figures["curve"][0] == [0, figures["before"]] and figures["curve"][-1] == [8192, figures["after"]]
         assert figures["after"] < figures["before"] and len(figures["curve"]) > 10
         assert figures["learning_rate"] == 1e-3 and figures["tokens_a_step"] == 512
         assert figures["heads"] == 9 and figures["kv_heads"] == 3
-    explicit, control = found["explicit"], found["explicit-control"]
-    assert explicit["source"] == found["mixture"]["source"] == control["before"]
+    explicit, control = report["explicit"], report["explicit-control"]
+    assert explicit["source"] == report["mixture"]["source"] == control["before"]
     assert explicit["above_control"] == pytest.approx(explicit["after"] - control["after"])
-    assert "above_control" not in found["mixture"] and found["explicit-half-direct"]["match_steps"] == 0
+    assert "above_control" not in report["mixture"] and report["explicit-half-direct"]["match_steps"] == 0
     scores = benchmark_scores(tmp_path)
     assert [*scores] == ["source", "explicit", "explicit-trained", "explicit-half", "mixture", "mixture-trained"]
     for name, tasks in scores.items():
@@ -153,7 +153,7 @@ def test_recovery(tmp_path, text):
 
 
 def benchmark_scores(folder):
-    """Of the models of a recovery, on a few short items."""
+    """Return the scores of the models of a recovery on a few short benchmark items."""
     items = [{"goal": "a b", "sol1": f"c{number}", "sol2": f"d {number}", "label": number % 2} for number in range(4)]
     pairs = [
         {"sentence_good": f"the {number} cats sit", "sentence_bad": f"the {number} cat sit"} for number in range(4)
@@ -172,10 +172,10 @@ def test_learning_rates_of_knocking(tmp_path, text):
     write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=512, **heads)
     write_tokenizer(tmp_path / "stock")
     measured("knocking_rates.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192, "--seeds", 2)
-    found = json.loads((tmp_path / "out" / "knocking_rates.json").read_text())["cases"]
-    assert [*found] == ["plain", "1 x", "3 x", "10 x"] and found["plain"]["beside_plain"] == 0
-    drifts = [figures["drift"] for figures in found.values()]
-    assert drifts[0] == 0 and drifts == sorted(drifts) and all(len(each["losses"]) == 2 for each in found.values())
+    cases = json.loads((tmp_path / "out" / "knocking_rates.json").read_text())["cases"]
+    assert [*cases] == ["plain", "1 x", "3 x", "10 x"] and cases["plain"]["beside_plain"] == 0
+    drifts = [figures["drift"] for figures in cases.values()]
+    assert drifts[0] == 0 and drifts == sorted(drifts) and all(len(each["losses"]) == 2 for each in cases.values())
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "told"),
+    ("keys", "value", "words"),
     [
         ((), {}, []),
         (("killed", 0), {"losses_different": 1}, ["losses_different", "1"]),
@@ -215,43 +215,43 @@ RESUMED = {
         (("two_processes_then_one",), {"exit_statuses": [143, 1]}, ["exit statuses"]),
     ],
 )
-def test_a_run_that_resumes_otherwise_is_a_failure(place, value, told, tmp_path, monkeypatch, capsys):
+def test_a_run_that_resumes_otherwise_is_a_failure(keys, value, words, tmp_path, monkeypatch, capsys):
     report = deepcopy(RESUMED)
     part = report
-    for key in place:
+    for key in keys:
         part = part[key]
     part |= value
     monkeypatch.setattr(sys, "argv", ["resume.py", str(tmp_path)])
     monkeypatch.setattr(resume, "two_epochs", lambda *_: None)
     monkeypatch.setattr(resume, "killed", lambda recipe, folder, kills, count, seed: report["killed"][count - 1])
     monkeypatch.setattr(resume, "changed", lambda *_: report["two_processes_then_one"])
-    ends(resume.main, told)
+    ends(resume.main, words)
     assert json.loads(capsys.readouterr().out) == report
 
 
 @pytest.mark.parametrize(
-    ("kind", "difference", "told"),
+    ("kind", "difference", "words"),
     [
         ("greatest_difference_of_losses", 9e-6, []),
         ("greatest_difference_of_losses", 2e-5, ["mixture, 2 x 4"]),
         ("greatest_difference_of_held_out_losses", float("nan"), ["mixture, 2 x 4"]),
     ],
 )
-def test_steps_that_differ_are_a_failure(kind, difference, told, tmp_path, monkeypatch, capsys):
+def test_steps_that_differ_are_a_failure(kind, difference, words, tmp_path, monkeypatch, capsys):
     nothing = {"greatest_difference_of_losses": {}, "greatest_difference_of_held_out_losses": {}}
-    found = nothing | {kind: {"2 x 4": difference, "1 x 2 x 4": 0.0}}
+    report = nothing | {kind: {"2 x 4": difference, "1 x 2 x 4": 0.0}}
     monkeypatch.setattr(sys, "argv", ["processes.py", str(tmp_path)])
     monkeypatch.setattr(processes, "recipes", lambda *_: {"mixture": None})
-    monkeypatch.setattr(processes, "compared", lambda *_: found)
-    ends(processes.main, told)
+    monkeypatch.setattr(processes, "compared", lambda *_: report)
+    ends(processes.main, words)
     assert "mixture" in json.loads(capsys.readouterr().out)
 
 
-def ends(main, told):
-    """A command that names what differs, or finds nothing."""
-    if not told:
+def ends(main, words):
+    """Run `main`: it must exit with these words, or succeed if there are none."""
+    if not words:
         main()
         return
     with pytest.raises(SystemExit) as ended:
         main()
-    assert all(word in ended.value.code for word in told)
+    assert all(word in ended.value.code for word in words)

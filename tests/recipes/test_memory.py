@@ -1,4 +1,4 @@
-"""Memory of a run: exact figures against the tensors of a run and of shards, estimates against what is stated."""
+"""Memory estimates: weights, gradients and moments exactly as in a run or its shards; activations closely."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +26,7 @@ TRAINABLE = {"all": [], "mixers": ["train.trainable=mixers"], "mixers+lora": LOR
 
 
 def small(folder, changes=(), **train_changes):
-    """A toy of SmolLM2 with explicit heads, one step long."""
+    """Return a toy recipe of SmolLM2 with explicit heads and one step."""
     recipe = toy(load_recipe("small/smollm2_explicit", changes), folder)
     options = replace(recipe.train, tokens=recipe.train.batch_tokens, warmup=0.0, **train_changes)
     return replace(recipe, train=options, distillation=None)
@@ -38,24 +38,24 @@ def size(tensors):
 
 @pytest.mark.parametrize("trainable", first(reversed(TRAINABLE)))
 def test_weights_gradients_and_moments_are_those_of_a_run(trainable, tmp_path, monkeypatch):
-    found = {}
+    measured = {}
 
-    def look(self, args, state, control, model=None, optimizer=None, **_):
+    def measure(self, args, state, control, model=None, optimizer=None, **_):
         states = optimizer.state.values()
-        found["weights"] = size(model.parameters())
-        found["gradients"] = size(part.grad for part in model.parameters() if part.grad is not None)
-        found["moments"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+        measured["weights"] = size(model.parameters())
+        measured["gradients"] = size(part.grad for part in model.parameters() if part.grad is not None)
+        measured["moments"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
 
-    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", look)
+    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", measure)
     recipe = small(tmp_path, TRAINABLE[trainable])
     train(recipe)
-    told = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)
-    assert {"weights": told.weights, "gradients": told.gradients, "moments": told.moments} == found
+    estimate = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)
+    assert {"weights": estimate.weights, "gradients": estimate.gradients, "moments": estimate.moments} == measured
 
 
 @pytest.fixture
 def eight():
-    """A process that takes itself for one of eight."""
+    """A device mesh of eight processes, faked in this process."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     distributed.init_process_group("fake", rank=0, world_size=8, store=fake.FakeStore())
     yield init_device_mesh("cpu", (8,))
@@ -70,13 +70,13 @@ def test_shards_are_those_of_fsdp(eight, tmp_path):
     for layer in model.model.layers:
         fully_shard(layer, mesh=eight)
     fully_shard(model, mesh=eight)
-    told = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
-    assert told.weights == told.gradients == size(part.to_local() for part in model.parameters())
-    assert told.moments == 2 * told.weights and told.gradient_buckets == 0
+    estimate = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
+    assert estimate.weights == estimate.gradients == size(part.to_local() for part in model.parameters())
+    assert estimate.moments == 2 * estimate.weights and estimate.gradient_buckets == 0
 
 
 def test_gradients_of_every_micro_batch_are_shared_out(eight, tmp_path, monkeypatch):
-    """What the flag below makes of FSDP2: shards of gradients alone, however many micro batches accumulate."""
+    """With gradient sync after each micro batch, FSDP2 keeps shards of gradients only; without, whole gradients."""
     model = AutoModelForCausalLM.from_config(toys.mixed_config("Llama", toys.CASES["explicit"]))
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=eight)
@@ -85,8 +85,8 @@ def test_gradients_of_every_micro_batch_are_shared_out(eight, tmp_path, monkeypa
         model.set_requires_gradient_sync(shared)
         for _ in range(2):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        kept = [part.grad is not None for part in model.parameters()]
-        assert all(kept) == shared
+        has_gradient = [part.grad is not None for part in model.parameters()]
+        assert all(has_gradient) == shared
         model.zero_grad()
 
 
@@ -101,7 +101,7 @@ def test_the_trainer_shares_them_out(sharded, deferred, tmp_path, monkeypatch):
 
     def unsharded(self):
         create(self)
-        self.is_fsdp_enabled = False  # there is nothing to shard with here
+        self.is_fsdp_enabled = False  # one process cannot shard
 
     create = Trainer.create_accelerator_and_postprocess
     monkeypatch.setenv("ACCELERATE_USE_FSDP", sharded)
@@ -127,32 +127,32 @@ def test_deepspeed_has_sixteen_bytes_a_number(tmp_path, dtype):
     recipe = small(tmp_path, micro_batch=1, dtype=dtype)
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
-    told = memory(recipe, config, Sharding("zero3", ZERO3, 4), None)
-    assert told.weights + told.gradients + told.moments == 16 * -(-numbers // 4)
+    estimate = memory(recipe, config, Sharding("zero3", ZERO3, 4), None)
+    assert estimate.weights + estimate.gradients + estimate.moments == 16 * -(-numbers // 4)
 
 
 @pytest.mark.parametrize("changes", [[], ["model.config.tie_word_embeddings=false"]])
 def test_copies_in_bfloat16(tmp_path, changes):
-    """Beside what is kept for each sequence, all that autograd keeps of a step under autocast."""
+    """Activations and working copies are all the tensors that autograd saves in a step under autocast."""
     recipe = small(tmp_path, changes, dtype="bfloat16")
     config = model_config(recipe.model.config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     own = {part.untyped_storage().data_ptr() for part in model.parameters()}
-    kept = {}
+    saved = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor
+            saved[storage.data_ptr()] = tensor
         return tensor
 
     tokens = torch.zeros(recipe.train.micro_batch, recipe.data.length, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=tokens, use_cache=False)
-    told = memory(recipe, config, ONE_GPU, None)
-    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert told.activations + told.working_copies == pytest.approx(real, rel=0.01)
-    assert told.working_copies > 0.05 * real
+    estimate = memory(recipe, config, ONE_GPU, None)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert estimate.activations + estimate.working_copies == pytest.approx(real, rel=0.01)
+    assert estimate.working_copies > 0.05 * real
     assert memory(small(tmp_path), config, ONE_GPU, None).working_copies == 0
 
 
@@ -164,8 +164,8 @@ def test_logits_and_a_teacher(tmp_path):
     assert (alone.logits, alone.teacher) == (8 * numbers, 0)
     assert memory(small(tmp_path, dtype="bfloat16"), config, ONE_GPU, None).logits == 10 * numbers
     taught = toy(load_recipe("small/smollm2_mixture"), tmp_path)
-    told = memory(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
-    assert (told.logits, told.teacher) == ((8 + 4 + 2 * 2) * numbers, 2000)
+    estimate = memory(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
+    assert (estimate.logits, estimate.teacher) == ((8 + 4 + 2 * 2) * numbers, 2000)
 
 
 def test_computing_layers_again_saves_activations(tmp_path):

@@ -1,4 +1,4 @@
-"""What is told of a run, and when it is ended because it is lost."""
+"""Metrics of a run, and the errors that end a run whose loss diverges or is not finite."""
 
 import os
 import signal
@@ -25,24 +25,24 @@ from toys import CASES, mixed_model
 CALM = [3.0, 2.9, 3.1, 3.0] * 10
 
 
-def seen(losses, **options):
+def monitored(losses, **options):
     monitor = LossMonitor(**options)
     monitor.update(losses, 1)
     return monitor
 
 
 def test_spikes_are_counted():
-    assert seen(CALM).spikes == 0
-    assert seen([*CALM, 3.6, 3.0, 3.4]).spikes == 1  # the first has made the second usual
-    assert seen([3.0] * 40 + [3.05, 3.0, 3.2]).spikes == 1
-    assert seen([9.0, 3.0, 9.0]).spikes == 0  # nothing to compare with
+    assert monitored(CALM).spikes == 0
+    assert monitored([*CALM, 3.6, 3.0, 3.4]).spikes == 1  # after the first spike, the second is within the deviation
+    assert monitored([3.0] * 40 + [3.05, 3.0, 3.2]).spikes == 1
+    assert monitored([9.0, 3.0, 9.0]).spikes == 0  # nothing to compare with
 
 
 def test_spikes_do_not_depend_on_how_often_is_looked():
     monitor = LossMonitor()
     for step, loss in enumerate([*CALM, 4.0, *CALM], 1):
         monitor.update([loss], step)
-    assert monitor.spikes == seen([*CALM, 4.0, *CALM]).spikes == 1
+    assert monitor.spikes == monitored([*CALM, 4.0, *CALM]).spikes == 1
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -52,25 +52,25 @@ def test_a_loss_that_is_no_number(loss):
 
 
 def test_a_loss_that_has_run_away():
-    seen([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
+    monitored([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
     with pytest.raises(RecipeError, match=r"6\.50.*step 60.*2\.95"):
-        seen([*CALM, *[6.5] * 20])
-    seen([*[0.02] * 40, *[0.5] * 40])  # many times as much, but nothing to speak of
+        monitored([*CALM, *[6.5] * 20])
+    monitored([*[0.02] * 40, *[0.5] * 40])  # a large factor, but a small difference
 
 
 def test_a_loss_that_runs_away_at_once():
     with pytest.raises(RecipeError, match=r"25\.00.*step 21.*5\.50"):
-        seen([5.5, *[25.0] * 20])
-    seen([5.5, *[25.0] * 19, 5.0, *CALM])
-    seen([5.5, *[6.4] * 40])
+        monitored([5.5, *[25.0] * 20])
+    monitored([5.5, *[25.0] * 19, 5.0, *CALM])
+    monitored([5.5, *[6.4] * 40])
 
 
 def test_another_loss_is_not_compared_with_the_one_before():
     match = [0.01] * 40
-    assert seen([*match, *CALM], changes=(40,)).spikes == 0
+    assert monitored([*match, *CALM], changes=(40,)).spikes == 0
     with pytest.raises(RecipeError, match="loss"):
-        seen([*match, *CALM], changes=(10,))
-    assert seen([*match, *CALM, *[9.0] * 40], changes=(40, 80)).spikes == 0
+        monitored([*match, *CALM], changes=(10,))
+    assert monitored([*match, *CALM, *[9.0] * 40], changes=(40, 80)).spikes == 0
 
 
 def test_a_transfer_is_not_compared_with_the_match_after_it():
@@ -113,8 +113,8 @@ def test_how_far_a_mechanism_has_moved():
     assert drift(model, starts) == {"drift/knocking": 0.0, "drift/mixture": 0.0}
     with torch.no_grad():
         model.model.layers[0].self_attn.mixers["knocking"].value.weight.zero_()
-    found = drift(model, starts)["drift/knocking"]
-    assert found == pytest.approx(0.5)  # as far as zero, in one of two layers
+    moved = drift(model, starts)["drift/knocking"]
+    assert moved == pytest.approx(0.5)  # as far as from its start to zero, in one of two layers
 
 
 @pytest.mark.parametrize(("options", "neutral"), [({"norm": False}, True), ({"key_heads": 1, "norm": False}, False)])
@@ -150,7 +150,7 @@ def test_starting_points_are_found_under_any_wrapper(case):
 
 @pytest.mark.parametrize("when", ["made", "prepared"])
 def test_parameters_that_are_taken_apart_are_left_out(when):
-    """As ZeRO-3 leaves them, when the model is made or once training begins."""
+    """ZeRO-3 empties parameters, either when the model is made or once training begins."""
     model = mixed_model("Llama", {"knocking": {"form": "linear"}})
     starts = starting_points(model)
     for layer in model.model.layers:
@@ -168,7 +168,7 @@ def test_a_run_tells_everything(tmp_path):
     lines = metrics(recipe)
     assert [(line["step"], len(line.get("losses", ())), "eval_loss" in line) for line in lines] == [
         (2, 2, False),
-        (3, 1, False),  # whatever is saved has been logged
+        (3, 1, False),  # metrics are logged before each checkpoint
         (4, 1, False),
         (4, 0, True),
         (5, 1, False),
@@ -194,7 +194,7 @@ def test_spikes_are_remembered_after_resuming(tmp_path):
     ("bad", "name", "words"),
     [
         ((3, "loss"), KNOCKING, "loss.*nan.*step 3"),
-        ((3, "gradient"), LORA, "loss.*nan.*step 4.*checkpoint-2"),  # of weights spoilt the step before
+        ((3, "gradient"), LORA, "loss.*nan.*step 4.*checkpoint-2"),  # weights damaged in the step before
         ((4, "gradient"), KNOCKING, "norm.*nan.*step 4.*checkpoint-2"),
     ],
 )
@@ -215,10 +215,10 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
     with pytest.raises(RecipeError, match=words) as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
-    (kept,) = checkpoints(Path(recipe.output))
-    assert kept.name == "checkpoint-2"
+    (checkpoint,) = checkpoints(Path(recipe.output))
+    assert checkpoint.name == "checkpoint-2"
     last = int(words.partition("step ")[2][0])
-    finite = last if "norm" in words else last - 1  # what came before is there to be looked at
+    finite = last if "norm" in words else last - 1  # earlier losses are logged
     assert len(losses(recipe)) == finite
     assert all(isfinite(loss) for loss in losses(recipe))
     monkeypatch.undo()
@@ -228,7 +228,7 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
 
 @pytest.fixture
 def runaway(monkeypatch):
-    """A short memory, little patience, and from step 8 on a loss that is far above."""
+    """A loss monitor with short memory and little patience, and a loss that is far too high from step 8 on."""
     spoil(monkeypatch, range(8, 99))
 
 
@@ -255,27 +255,27 @@ def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):
 def test_a_checkpoint_that_a_high_loss_forbade_is_made_up_for(monkeypatch, tmp_path):
     spoil(monkeypatch, [8, 9])
     train(toy_run(KNOCKING, tmp_path, 12, watch={"every": 1}, checkpoints={"every": 4, "keep": 9}))
-    found = [path.name for path in checkpoints(Path(toy_run(KNOCKING, tmp_path, 12).output))]
-    assert found == ["checkpoint-12", "checkpoint-10", "checkpoint-4"]
+    names = [path.name for path in checkpoints(Path(toy_run(KNOCKING, tmp_path, 12).output))]
+    assert names == ["checkpoint-12", "checkpoint-10", "checkpoint-4"]
 
 
 def test_a_run_that_is_told_to_stop_while_the_loss_is_high_saves_and_keeps_what_is_good(runaway, tmp_path):
-    asked = []
+    sent = []
 
-    def stop(stage, done, total, told=""):
-        if stage == "training" and done == 9 and not asked:  # a second signal would end the process
-            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+    def stop(stage, done, total, message=""):
+        if stage == "training" and done == 9 and not sent:  # a second signal would end the process
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
     recipe = toy_run(KNOCKING, tmp_path, 20, checkpoints={"every": 1, "keep": 1})
     assert run(recipe, stop).stopped_by == signal.SIGTERM
-    found = [path.name for path in checkpoints(Path(recipe.output))]
-    assert found[1:] == ["checkpoint-7"] and found[0] in ("checkpoint-9", "checkpoint-10")
+    names = [path.name for path in checkpoints(Path(recipe.output))]
+    assert names[1:] == ["checkpoint-7"] and names[0] in ("checkpoint-9", "checkpoint-10")
 
 
 def test_head_load_is_that_of_all_micro_batches_of_a_step(tmp_path, monkeypatch):
     counted = []
     load = HeadRouting.load
-    monkeypatch.setattr(HeadRouting, "load", lambda *given: counted.append(load(*given)) or counted[-1])
+    monkeypatch.setattr(HeadRouting, "load", lambda *arguments: counted.append(load(*arguments)) or counted[-1])
     recipe = toy_run(MIXTURE, tmp_path, 3, watch={"every": 2}, train={"micro_batch": 1})
     train(recipe)
     lines = [line for line in metrics(recipe) if "head_load/0/least" in line]

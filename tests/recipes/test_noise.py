@@ -28,20 +28,22 @@ NOISE = torch.randn(SHAPE, generator=DRAWS)
 
 
 def expected_loss(prediction: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor, step: int) -> float:
-    """Of one image in float64, one number after the other, with equations of DDPM and Improved DDPM."""
-    predicted, places = prediction.double().chunk(2) if len(prediction) > len(clean) else (prediction.double(), None)
-    alpha, kept = 1 - BETAS[step], CUMULATIVE[step]
+    """Return the loss of one image in float64, element by element, by the equations of DDPM and Improved DDPM."""
+    predicted, fractions = (
+        prediction.double().chunk(2) if len(prediction) > len(clean) else (prediction.double(), None)
+    )
+    alpha, signal = 1 - BETAS[step], CUMULATIVE[step]
     total = 0.0
     for index, x in enumerate(clean.double().flatten().tolist()):
         error, e = noise.double().flatten()[index].item(), predicted.flatten()[index].item()
         total += (e - error) ** 2
-        if places is None:
+        if fractions is None:
             continue
-        noisy = math.sqrt(kept) * x + math.sqrt(1 - kept) * error
-        share = (places.flatten()[index].item() + 1) / 2
-        # Equation 15 of Improved DDPM; that of the first step would be zero.
+        noisy = math.sqrt(signal) * x + math.sqrt(1 - signal) * error
+        share = (fractions.flatten()[index].item() + 1) / 2
+        # Equation 15 of Improved DDPM; the first step takes the next one's posterior variance, since its own is zero.
         log_variance = share * math.log(BETAS[step]) + (1 - share) * math.log(posterior(max(step, 1), x, noisy)[1])
-        mean = (noisy - BETAS[step] / math.sqrt(1 - kept) * e) / math.sqrt(alpha)  # equation 11 of DDPM
+        mean = (noisy - BETAS[step] / math.sqrt(1 - signal) * e) / math.sqrt(alpha)  # equation 11 of DDPM
         if step == 0:
             total -= math.log2(bin_probability(x, mean, math.exp(log_variance / 2)))
         else:
@@ -53,21 +55,21 @@ def expected_loss(prediction: torch.Tensor, clean: torch.Tensor, noise: torch.Te
 
 
 def posterior(step: int, x: float, noisy: float) -> tuple[float, float]:
-    """Mean and variance of the image before a step, by Bayes' rule."""
+    """Return the mean and variance of the image before a step, by Bayes' rule."""
     before, alpha, beta = CUMULATIVE[step - 1], 1 - BETAS[step], BETAS[step]
     precision = 1 / (1 - before) + alpha / beta
     return (math.sqrt(before) / (1 - before) * x + math.sqrt(alpha) / beta * noisy) / precision, 1 / precision
 
 
 def bin_probability(x: float, mean: float, deviation: float) -> float:
-    """Equation 13 of DDPM."""
+    """Return the probability of a pixel's bin: equation 13 of DDPM."""
     low = -math.inf if x < -0.9999 else x - 1 / 255
     high = math.inf if x > 0.9999 else x + 1 / 255
     return (math.erf((high - mean) / deviation / math.sqrt(2)) - math.erf((low - mean) / deviation / math.sqrt(2))) / 2
 
 
 def prediction_near_noise(channels: int) -> torch.Tensor:
-    """A model that is wrong by a little, and places of variances between and beyond the bounds."""
+    """Return predicted noise with small errors, and variance outputs between and beyond their bounds."""
     drawn = torch.randn(5, 2 * channels, 4, 4, generator=torch.Generator().manual_seed(6))
     return torch.cat([NOISE + 0.3 * drawn[:, :channels], 0.7 * drawn[:, channels:]], dim=1)
 
@@ -82,10 +84,10 @@ def new_model(config: dict[str, Any], seed: int) -> Any:
 @pytest.mark.parametrize("learns_variance", [False, True])
 def test_losses_are_those_of_the_papers(learns_variance: bool) -> None:
     prediction = prediction_near_noise(2)[:, : 4 if learns_variance else 2]
-    found = NoiseLoss(noise_schedule())(prediction, CLEAN, NOISE, STEPS_TESTED)
+    losses = NoiseLoss(noise_schedule())(prediction, CLEAN, NOISE, STEPS_TESTED)
     parts = zip(prediction, CLEAN, NOISE, STEPS_TESTED.tolist(), strict=True)
     expected = torch.tensor([expected_loss(*part) for part in parts])
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(losses, expected, rtol=2e-4, atol=1e-6)
     assert (expected > 0.05).all()
 
 
@@ -93,30 +95,30 @@ def test_the_bound_does_not_change_the_predicted_noise() -> None:
     prediction = prediction_near_noise(2).requires_grad_()
     NoiseLoss(noise_schedule())(prediction, CLEAN, NOISE, STEPS_TESTED).sum().backward()
     assert prediction.grad is not None
-    noise, places = prediction.grad.chunk(2, dim=1)
+    noise, variances = prediction.grad.chunk(2, dim=1)
     torch.testing.assert_close(noise, 2 * (prediction[:, :2] - NOISE).detach() / CLEAN[0].numel())
-    assert (places != 0).flatten(1).all(1).all()
+    assert (variances != 0).flatten(1).all(1).all()
 
 
 def test_the_exact_variance_and_noise_cost_nothing() -> None:
-    """At the lower bound the model's step is the true one, except in the first step."""
+    """At the lower variance bound, the model's step equals the posterior, except in the first step."""
     exact = torch.cat([NOISE, -torch.ones_like(NOISE)], dim=1)
-    found = NoiseLoss(noise_schedule())(exact, CLEAN, NOISE, STEPS_TESTED)
-    assert found[0] > 0 and found[1:].abs().max() < 1e-6
+    losses = NoiseLoss(noise_schedule())(exact, CLEAN, NOISE, STEPS_TESTED)
+    assert losses[0] > 0 and losses[1:].abs().max() < 1e-6
 
 
 def test_probabilities_of_pixels_add_up() -> None:
     pixels = torch.arange(256).float() / 127.5 - 1
     for mean, deviation in ((-0.97, 0.01), (0.2, 0.3), (1.1, 0.05)):
-        found = pixel_log_likelihood(pixels, torch.tensor(mean), torch.tensor(math.log(deviation))).exp()
-        assert found.sum().item() == pytest.approx(1, abs=1e-5)
+        probabilities = pixel_log_likelihood(pixels, torch.tensor(mean), torch.tensor(math.log(deviation))).exp()
+        assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_noisy_images_are_those_of_diffusers() -> None:
-    found = NoiseLoss(noise_schedule()).noisy(CLEAN, NOISE, STEPS_TESTED)
-    assert torch.equal(found, DDPMScheduler().add_noise(CLEAN, NOISE, STEPS_TESTED))
-    kept = torch.tensor(CUMULATIVE)[STEPS_TESTED].view(-1, 1, 1, 1)
-    torch.testing.assert_close(found, kept.sqrt() * CLEAN + (1 - kept).sqrt() * NOISE, rtol=1e-4, atol=1e-5)
+    noised = NoiseLoss(noise_schedule()).noisy(CLEAN, NOISE, STEPS_TESTED)
+    assert torch.equal(noised, DDPMScheduler().add_noise(CLEAN, NOISE, STEPS_TESTED))
+    signal = torch.tensor(CUMULATIVE)[STEPS_TESTED].view(-1, 1, 1, 1)
+    torch.testing.assert_close(noised, signal.sqrt() * CLEAN + (1 - signal).sqrt() * NOISE, rtol=1e-4, atol=1e-5)
 
 
 def test_initial_values_are_those_of_dit() -> None:
@@ -129,9 +131,9 @@ def test_initial_values_are_those_of_dit() -> None:
     assert torch.equal(block(tokens, timestep=TIMES, class_labels=LABELS), tokens)  # a block starts as the identity
     limits = {"attn1.to_q": 4, "attn1.to_out.0": 2, "ff.net.0.proj": 5, "ff.net.2": 5}
     for name, widths in limits.items():  # the widths of inputs and outputs, those of query, key and value together
-        found = block.get_submodule(name)
-        assert found.weight.abs().max().item() == pytest.approx(math.sqrt(6 / (widths * width)), rel=1e-3)
-        assert found.bias.abs().max() == 0
+        layer = block.get_submodule(name)
+        assert layer.weight.abs().max().item() == pytest.approx(math.sqrt(6 / (widths * width)), rel=1e-3)
+        assert layer.bias.abs().max() == 0
     patch = model.pos_embed.proj
     assert patch.weight.abs().max().item() == pytest.approx(math.sqrt(6 / (3 * 2 * 2 + width)), rel=1e-2)
     for embedding in (block.norm1.emb.timestep_embedder.linear_2, block.norm1.emb.class_embedder.embedding_table):

@@ -1,4 +1,4 @@
-"""The dry run of encoders and of T5, against real models: parameters, FLOPs, and what autograd keeps."""
+"""Dry runs of encoders and T5 against real models: parameters, FLOPs, and tensors saved by autograd."""
 
 import json
 
@@ -23,23 +23,23 @@ WIDER = {
     "small/bert_mixture": ["hidden_size=96", "intermediate_size=80"],
     "small/t5_talking": ["d_model=72", "d_ff=104"],
 }
-"""Recipes -> widths that are no multiples of those that are measured."""
+"""Recipe -> widths that are no multiples of those that the estimate measures."""
 
 
-def kept(model, inputs):
-    """Bytes that a forward pass saves, beside the weights."""
+def saved_bytes(model, inputs):
+    """Return the bytes that autograd saves in a forward pass, without the weights."""
     own = {part.untyped_storage().data_ptr() for part in model.parameters()}
-    found = {}
+    saved = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = tensor
+            saved[storage.data_ptr()] = tensor
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**inputs)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("name", first(["small/t5_talking", "small/bert_mixture", "papers/talking_albert_base"], 2))
@@ -60,11 +60,11 @@ def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
     assert report["parameters"] == report["trainable_parameters"] == sum(part.numel() for part in model.parameters())
     assert report["new_parameters"] == sum(p.numel() for key, p in model.named_parameters() if ".mixers." in key) > 0
     assert report["tokens_per_step"] == 256 and report["steps"] == 4
-    real = kept(model, inputs[1]) - kept(model, inputs[0])  # of two more sequences, which are a micro batch
+    real = saved_bytes(model, inputs[1]) - saved_bytes(model, inputs[0])  # two more sequences: one micro batch
     assert recipe.train.micro_batch == 2
-    told = report["memory_per_gpu"]["activations"]
+    estimate = report["memory_per_gpu"]["activations"]
     logits = objective.logits(model.config) * 2 * 4
-    assert told == pytest.approx(real, rel=0.03) or told == pytest.approx(real - logits, rel=0.03)
+    assert estimate == pytest.approx(real, rel=0.03) or estimate == pytest.approx(real - logits, rel=0.03)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(**{key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in inputs[0].items()})
@@ -76,19 +76,19 @@ def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
 @pytest.mark.parametrize(("backbone", "task"), [("Bert", "ForMaskedLM"), ("ViT", "ForImageClassification")])
 def test_stock_encoders_are_counted(backbone, task, tmp_path):
     if backbone == "ViT":
-        place, source, objective = write_image_model(tmp_path / "model", backbone), {"kind": "images"}, "classes"
+        folder, source, objective = write_image_model(tmp_path / "model", backbone), {"kind": "images"}, "classes"
     else:
-        place, source, objective = write_encoder(tmp_path / "model", backbone, task), {}, "masked_tokens"
+        folder, source, objective = write_encoder(tmp_path / "model", backbone, task), {}, "masked_tokens"
     unit, length = ("samples", 1) if backbone == "ViT" else ("tokens", 16)
     content = {
         "output": "run",
-        "model": {"path": str(place)},
+        "model": {"path": str(folder)},
         "objective": {"name": objective},
         "data": {"sources": [{"path": "data"} | source], **({} if backbone == "ViT" else {"length": length})},
         "train": {"learning_rate": 1e-3, unit: 8 * length, f"batch_{unit}": 4 * length},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(content))
     report = dry_run(load_recipe(tmp_path / "recipe.yaml"), ONE_GPU)
-    model = getattr(transformers, f"{backbone}{task}").from_pretrained(place)
+    model = getattr(transformers, f"{backbone}{task}").from_pretrained(folder)
     assert report["parameters"] == model.num_parameters() and report["new_parameters"] == 0
     assert report["training_flops"] > 0 and report["memory_per_gpu"]["activations"] > 0

@@ -1,4 +1,4 @@
-"""Runs with objectives other than the next token: losses, scores, resumed and accumulated, and what is refused."""
+"""Runs with objectives other than the next token: losses, scores, resumed and accumulated runs, and refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,16 +33,16 @@ CASES = {
     "spans": (T5, []),
     "spans, mixture": (T5, [f"model.config.mixers={{encoder: {MIXTURE}, decoder: {MIXTURE}, cross: {MIXTURE}}}"]),
 }
-"""Recipes without dropout, whose losses can be computed again."""
+"""Name of a case -> recipe, and changes without dropout, so that losses can be recomputed."""
 
 
 def run(case, folder, steps=4, **changes):
-    name, given = CASES[case]
-    return toy_run(name, folder, steps, given=given, **changes)
+    name, overrides = CASES[case]
+    return toy_run(name, folder, steps, given=overrides, **changes)
 
 
 def opened(recipe):
-    """The objective, the model at the start of a run, and the data."""
+    """Return the objective, the model at the start of a run, and the data."""
     objective = objective_of(recipe)
     tokenizer = objective.load_processor()
     model = load_model(recipe, tokenizer).eval()
@@ -51,7 +51,7 @@ def opened(recipe):
 
 @torch.no_grad()
 def stock_loss(model, batch):
-    """The model's own loss, without balance losses."""
+    """Return the model's own loss without balance losses, and the model's output."""
     names = {"order_labels": "sentence_order_label" if "albert" in model.config.model_type else "next_sentence_label"}
     out = model(**{names.get(name, name): value for name, value in batch.items()})
     weight = model.config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
@@ -71,7 +71,7 @@ def test_the_first_loss_is_the_mean_of_the_model_s_own(case, tmp_path):
     batch = batch_of(samples, range(4))
     expected, _ = stock_loss(model, batch)
     counts = (batch["labels"] != -100).sum(1)
-    for row, share in enumerate(counts / counts.sum()):  # a balance loss is that of each sequence
+    for row, share in enumerate(counts / counts.sum()):  # balance losses are computed per sequence
         alone = stock_loss(model, {name: value[row : row + 1] for name, value in batch.items()})[1]
         expected = expected + 0.01 * share * (alone.get("balance_loss") or 0.0)
     assert losses(recipe) == [pytest.approx(float(expected), abs=2e-5)]
@@ -80,12 +80,14 @@ def test_the_first_loss_is_the_mean_of_the_model_s_own(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["order, mixture", *first(["spans, mixture", "order", "spans"])])
 def test_accumulation_does_not_change_the_losses(case, tmp_path):
-    found = []
+    results = []
     for size in (4, 1):
         recipe = run(case, tmp_path / str(size), steps=3, train={"micro_batch": size, "tokens": 768})
         train(recipe)
-        found.append([*losses(recipe), metrics(recipe)[-1]["eval_loss"]])
-    assert found[0] == pytest.approx(found[1], abs=1e-4) and found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+        results.append([*losses(recipe), metrics(recipe)[-1]["eval_loss"]])
+    assert results[0] == pytest.approx(results[1], abs=1e-4) and results[0][0] == pytest.approx(
+        results[1][0], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", first([ALBERT, T5, BERT], 2))
@@ -133,7 +135,7 @@ def test_the_held_out_text_is_corrupted_alike_for_every_seed(tmp_path):
 
 
 def test_a_model_is_trained_on(tmp_path):
-    """The result of one run is the start of the next, for another objective of the same family."""
+    """The model of one run is the initial model of another run."""
     outcome = train(run("order", tmp_path, steps=1, train={"tokens": 256, "warmup": 0.0}))
     later = run("order", tmp_path / "later", steps=1, train={"tokens": 256, "warmup": 0.0})
     model = replace(later.model, path=str(outcome.model), config=None)
@@ -163,16 +165,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_recipes_that_are_refused(case):
-    name, given, words = REFUSED[case]
+    name, overrides, words = REFUSED[case]
     with pytest.raises(RecipeError, match=words):
-        load_recipe(name, given)
+        load_recipe(name, overrides)
 
 
 def test_a_window_longer_than_the_models_context_is_refused():
-    asked = load_recipe(BERT)
-    config = SimpleNamespace(max_position_embeddings=asked.data.length - 1)
-    with pytest.raises(RecipeError, match=rf"data\.length={asked.data.length} is more than max_position_embeddings="):
-        objective_of(asked).corruption(None, config)
+    recipe = load_recipe(BERT)
+    config = SimpleNamespace(max_position_embeddings=recipe.data.length - 1)
+    with pytest.raises(RecipeError, match=rf"data\.length={recipe.data.length} is more than max_position_embeddings="):
+        objective_of(recipe).corruption(None, config)
 
 
 def test_runs_that_are_refused(tmp_path):
@@ -184,7 +186,7 @@ def test_runs_that_are_refused(tmp_path):
         train(replace(recipe, model=replace(recipe.model, path=decoder.model.path, config=None)))
     with pytest.raises(RecipeError, match="mask_token"):
         train(replace(recipe, model=replace(recipe.model, tokenizer=decoder.model.tokenizer)))
-    with pytest.raises(RecipeError, match=r"train\.checkpoint_activations"):  # the library's ALBERT has none
+    with pytest.raises(RecipeError, match=r"train\.checkpoint_activations"):  # ALBERT does not support it
         train(replace(recipe, train=replace(recipe.train, checkpoint_activations=True)))
     with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(recipe, tmp_path / "logits")

@@ -28,29 +28,29 @@ OWN = MechanismOptions(learning_rate=2e-3, weight_decay=0.3)
 
 @pytest.mark.parametrize(("trainable", "own"), grid(TRAINABLE, [None, OWN], strength=1))
 def test_a_run_gives_mechanisms_their_own_settings(trainable, own, tmp_path, monkeypatch):
-    found = {}
+    settings_of = {}
 
-    def look(self, args, state, control, model=None, optimizer=None, **_):
+    def record(self, args, state, control, model=None, optimizer=None, **_):
         names = {parameter: name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             assert group["params"]
             for parameter in group["params"]:
-                found[names[parameter]] = (group["initial_lr"], group["weight_decay"])
+                settings_of[names[parameter]] = (group["initial_lr"], group["weight_decay"])
 
-    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", look)
+    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", record)
     options = TRAINABLE[trainable] | {"learning_rate": 1e-3, "weight_decay": 0.1}
     options |= {} if own is None else {"mechanisms": own}
     train(toy_run(LORA, tmp_path, steps=2, train=options))
     expected = (1e-3, 0.0) if own is None else (2e-3, 0.3)
-    mechanisms = {name: settings for name, settings in found.items() if is_mechanism(name)}
+    mechanisms = {name: settings for name, settings in settings_of.items() if is_mechanism(name)}
     assert mechanisms and set(mechanisms.values()) == {expected}
-    others = {settings for name, settings in found.items() if not is_mechanism(name)}
+    others = {settings for name, settings in settings_of.items() if not is_mechanism(name)}
     assert others == {"all": {(1e-3, 0.1), (1e-3, 0.0)}, "mixers": set(), "mixers+lora": {(1e-3, 0.1)}}[trainable]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISM_CASES)
 def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
-    """Bit for bit; all else decays."""
+    """Mechanisms stay equal to the bit, while all other matrices decay."""
     model = mixed_model("Llama", CASES[mechanism])
     options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, weight_decay=0.1)
     decaying = [name for name, part in model.named_parameters() if part.ndim == 2]
@@ -66,7 +66,7 @@ def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
 
 
 def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
-    """The norm of `explicit`, as other norms."""
+    """The norm of `explicit` has no weight decay, like other norms."""
     model = mixed_model("Llama", {"explicit": {"norm": True}})
     options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, mechanisms=OWN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -83,7 +83,7 @@ def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_settings(tmp_path):
-    """Killed and resumed as if it had not been, to the bit."""
+    """A killed and resumed run equals an uninterrupted one to the bit."""
     recipe = toy_run(LORA, tmp_path, train=TRAINABLE["all"] | {"mechanisms": OWN})
     whole, again = (replace(recipe, output=str(tmp_path / name)) for name in ("whole", "again"))
     train(whole)

@@ -1,4 +1,4 @@
-"""Windows against a slow cut of the same tokens, and through models: packed documents equal separate ones."""
+"""Windows against a slow reference, and models on packed documents against the same documents alone."""
 
 import pickle
 from dataclasses import replace
@@ -25,15 +25,15 @@ def stream(folder, texts):
 
 
 def slowly(texts, length):
-    """(token, position, label) of every place, window after window."""
-    places = []
+    """Return (token, position, label) of each entry, window by window, computed in a loop."""
+    entries = []
     for text in texts:
         document = [*(int(word[1:]) for word in text.split()), SEPARATOR]
-        for place, token in enumerate(document):
-            begins = place == 0 or len(places) % length == 0
-            position = 0 if begins else places[-1][1] + 1
-            places.append((token, position, NOT_PREDICTED if begins else token))
-    return [places[start : start + length] for start in range(0, len(places) - length + 1, length)]
+        for index, token in enumerate(document):
+            begins = index == 0 or len(entries) % length == 0
+            position = 0 if begins else entries[-1][1] + 1
+            entries.append((token, position, NOT_PREDICTED if begins else token))
+    return [entries[start : start + length] for start in range(0, len(entries) - length + 1, length)]
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 16, 50])
@@ -42,18 +42,18 @@ def test_windows_with_documents_apart(tmp_path, length):
     windows = Windows(stream(tmp_path, texts), length, separate_documents=True)
     expected = slowly(texts, length)
     assert len(windows) == len(expected) > 5
-    for sample, places in zip((windows[index] for index in range(len(windows))), expected, strict=True):
+    for sample, entries in zip((windows[index] for index in range(len(windows))), expected, strict=True):
         keys = "input_ids", "position_ids", "labels"
-        assert list(zip(*(sample[key].tolist() for key in keys), strict=True)) == places
+        assert list(zip(*(sample[key].tolist() for key in keys), strict=True)) == entries
         assert all(sample[key].dtype == torch.int64 for key in keys)
 
 
 def test_plain_windows(tmp_path):
     texts = toy_texts(60)
     windows = Windows(stream(tmp_path, texts), 7, separate_documents=False)
-    for index, places in enumerate(slowly(texts, 7)):
+    for index, entries in enumerate(slowly(texts, 7)):
         sample = windows[index]
-        tokens = [token for token, _, _ in places]
+        tokens = [token for token, _, _ in entries]
         assert set(sample) == {"input_ids", "labels"}
         assert sample["input_ids"].tolist() == tokens
         assert sample["labels"].tolist() == [NOT_PREDICTED, *tokens[1:]]
@@ -105,7 +105,7 @@ def test_a_packed_batch_equals_its_documents_apart(tmp_path, case):
 
 
 def test_a_step_without_predictions_changes_nothing(tmp_path):
-    """Of a window with the end of one document and the start of the next."""
+    """A window with only the end of one document and the start of the next has nothing to predict."""
     write_jsonl(tmp_path / "two.jsonl", [2 * chr(97 + index % 26) for index in range(60)])
     recipe = toy_run(KNOCKING, tmp_path)
     sources = (DataSource(str(tmp_path / "two.jsonl"), "jsonl"),)
@@ -113,5 +113,5 @@ def test_a_step_without_predictions_changes_nothing(tmp_path):
     options = replace(recipe.train, tokens=24, batch_tokens=2, micro_batch=1)
     recipe = replace(recipe, data=data, train=options, watch=replace(recipe.watch, evaluate_every=None))
     train(recipe)
-    found = losses(recipe)
-    assert len(found) == 12 and all(isfinite(loss) for loss in found) and 0.0 in found
+    values = losses(recipe)
+    assert len(values) == 12 and all(isfinite(loss) for loss in values) and 0.0 in values

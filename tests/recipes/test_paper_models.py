@@ -1,4 +1,4 @@
-"""The papers' recipes have the papers' models, written down here from the papers' own tables and sections."""
+"""The models of the papers' recipes against sizes copied from the papers' tables and sections."""
 
 import pytest
 
@@ -70,10 +70,10 @@ MODELS = {  # Knocking-Heads, table 5, sections 4.1 and 4.4; Mixture-of-Head, ta
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_those_of_the_papers(name):
     config = load_recipe(f"papers/{name}").model.config
-    found = config | config.get("mixers", {})
+    flat = config | config.get("mixers", {})
     for key, value in MODELS[name].items():
-        has = {part: found[key].get(part) for part in value} if isinstance(value, dict) else found[key]
-        assert has == value, key
+        actual = {part: flat[key].get(part) for part in value} if isinstance(value, dict) else flat[key]
+        assert actual == value, key
 
 
 MOH_VIT = load_recipe("papers/moh_vit_s")
@@ -101,7 +101,7 @@ def test_the_model_is_transnext_small_with_the_heads_of_the_published_configurat
 
 
 def test_three_quarters_of_the_heads_are_active():
-    """Mixture-of-Head, table 1."""
+    """Share of active heads in table 1 of Mixture-of-Head."""
     heads = sum(heads * depth for heads, depth in zip(VIT["num_attention_heads"], VIT["depths"], strict=True))
     assert sum(VIT["mixers"]["mixture"]["active_heads"]) / heads == pytest.approx(0.75, abs=0.01)
 

@@ -1,7 +1,7 @@
-"""The papers' recipes train with the papers' numbers, written down here from the papers' own tables and sections.
+"""Training settings of the papers' recipes against numbers copied from the papers' tables and sections.
 
-Batches stand as the papers print them; the recipes' are near, and made of whole sequences. What a paper does not give
-has no place here.
+Batch sizes are as printed; those of the recipes are close to them and consist of whole sequences. Settings that a
+paper does not give are left out.
 """
 
 import re
@@ -18,23 +18,23 @@ BILLION = 1_000_000_000
 
 @dataclass(frozen=True)
 class Settings:
-    """What a paper says of one training."""
+    """Settings that a paper gives for one training."""
 
     tokens: int
     batch: float
-    """Tokens a step, as printed."""
+    """Tokens per step, as printed."""
     learning_rate: float | None = None
     lowest: float | None = None
-    """At the end of training."""
+    """Learning rate at the end of training."""
     warmup: float | None = None
-    """Steps, or a part of all of them."""
+    """Number of warmup steps, or their fraction of all steps."""
     decay: float | None = None
     clipping: float | None = None
     length: int | None = None
     weights: dict[str, float] = field(default_factory=dict)
-    """Of the sources of data."""
+    """Sampling weights of the data sources, by name."""
     train: dict[str, Any] = field(default_factory=dict)
-    """What else it says of `train`."""
+    """Other fields of the recipe's `train` section."""
     objective: str = "next_token"
 
 
@@ -183,7 +183,7 @@ DEVIATIONS = {
     "learning_rate: 5e-4\n": "the rate is a choice of ours",
     "rope_theta: 10000.0": "rope_theta: 10000.0} # not given in the paper",
 }
-"""What a recipe has, where it is not what its paper has -> what it says of it."""
+"""Text of a recipe's value that deviates from the paper -> text by which the recipe must say so."""
 
 
 def test_every_recipe_of_a_paper_has_its_settings():
@@ -210,19 +210,19 @@ def test_recipes_train_as_the_papers_say(name):
 
 
 def test_the_sweep_tries_the_rates_of_the_paper():
-    """Explicit Attention, section 5.1.2."""
+    """Learning rates of Explicit Attention, section 5.1.2."""
     assert load_recipe("papers/mea_1b_sweep").sweep.learning_rates == (1e-4, 5e-4, 1e-3, 3e-3)
 
 
 def test_the_recovery_stage_trains_on_what_the_model_from_scratch_trains_on():
-    """Explicit Attention, appendix C."""
+    """Data of the recovery stage in Explicit Attention, appendix C."""
     recovery, scratch = (load_recipe(f"papers/{name}") for name in ("mea_qwen3_30b_full_recovery", "mea_1b"))
     assert recovery.data.sources == scratch.data.sources
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_choices_of_ours_are_marked(name):
-    """A number that no paper gives stands on a line that says so, or behind one that does."""
+    """Recipes mark values that no paper gives, and state their deviations."""
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert "not given in the paper" in text
     for deviation, words in DEVIATIONS.items():
@@ -232,7 +232,7 @@ def test_choices_of_ours_are_marked(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_numbers_say_where_they_are_from(name):
-    """Beside them, at the head of their part, in a comment above, or on a line that speaks for the next ones."""
+    """A number has a comment beside it, in its section's header, above it, or on a line that covers the next ones."""
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     for part in ("config", "train"):
         head, *lines = re.search(rf"^ *{part}:.*\n(?:^ +.*\n|^\n)*", text, re.MULTILINE).group().splitlines()

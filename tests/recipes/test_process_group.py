@@ -1,4 +1,4 @@
-"""The end of a run of several processes: nothing of their group is left when the interpreter ends."""
+"""At the end of a distributed run, the process group and its threads are gone before the interpreter exits."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.skipif(not TASKS.exists(), reason="threads are listed b
 
 
 def gloo_threads():
-    """The names of the threads in which gloo works."""
+    """Return the names of gloo's threads."""
     names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
     return [name for name in names if "gloo" in name]
 
 
 @pytest.fixture
 def group(tmp_path):
-    """A group of one process."""
+    """A gloo process group of one process."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
@@ -35,14 +35,14 @@ OF_A_STEP = "failed at step 3"
 
 
 class Trainer:
-    """As transformers' Trainer, it is part of a reference cycle and holds a model that is shared among processes."""
+    """Like transformers' Trainer, it is part of a reference cycle and holds a distributed model."""
 
     def __init__(self):
         self.itself = self
         self.model = DistributedDataParallel(torch.nn.Linear(4, 4))
 
     def step(self):
-        """Use the group, from its threads."""
+        """Run collectives, which use the threads of the group."""
         self.model(torch.ones(2, 4)).sum().backward()
         distributed.all_reduce(torch.ones(3))
 
@@ -64,7 +64,7 @@ def test_no_thread_of_the_group_is_left(failure, group):
             run()
         assert not gloo_threads()
     else:
-        with pytest.raises(failure, match=OF_A_STEP):  # the error is still there when the threads are looked for
+        with pytest.raises(failure, match=OF_A_STEP):  # the error still exists when threads are counted
             try:
                 with closing_process_group():
                     run()
@@ -74,7 +74,7 @@ def test_no_thread_of_the_group_is_left(failure, group):
 
 
 def test_processes_that_begin_a_run_together_write_it_once(tmp_path, monkeypatch):
-    """All processes but the main one come here at the same time, so only that one may write."""
+    """All processes call this at the same time, so that only the main one may write."""
     checkpoints.claim_output(tmp_path, {"data": "a"})
     before = (tmp_path / "run.json").stat().st_mtime_ns
     monkeypatch.setattr(checkpoints, "is_main_process", lambda: False)

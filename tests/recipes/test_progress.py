@@ -1,4 +1,4 @@
-"""What whoever watches a run is told: by the progress bar, and by a tracker of their own."""
+"""Reports of a run to the progress bar and to an experiment tracker."""
 
 import sys
 import time
@@ -13,30 +13,30 @@ from toy_training import KNOCKING, metrics, toy_run
 
 
 def test_the_bar_tells_steps_loss_and_speed(monkeypatch):
-    clock, told = [100.0], []
+    clock, reports = [100.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     state = SimpleNamespace(global_step=6, max_steps=20, is_world_process_zero=True)
-    teller = ReportProgress(lambda *progress: told.append(progress), per_step=1000)
-    teller.on_step_begin(None, state, None)  # the run goes on behind step 6
+    reporter = ReportProgress(lambda *progress: reports.append(progress), per_step=1000)
+    reporter.on_step_begin(None, state, None)  # the run resumes after step 6
     state.global_step = 7
-    teller.on_step_end(None, state, None)
+    reporter.on_step_end(None, state, None)
     state.global_step, clock[0] = 10, 102.0
-    teller.on_log(None, state, None, {"loss": 3.14159, "grad_norm": 1.0})
-    teller.on_log(None, state, None, {"eval_loss": 3.5})
-    teller.on_log(None, state, None, {"train_runtime": 2.0})
-    assert told == [
+    reporter.on_log(None, state, None, {"loss": 3.14159, "grad_norm": 1.0})
+    reporter.on_log(None, state, None, {"eval_loss": 3.5})
+    reporter.on_log(None, state, None, {"train_runtime": 2.0})
+    assert reports == [
         ("training", 7, 20, ""),
         ("training", 10, 20, "loss 3.1416, 2,000 tokens/s"),
         ("training", 10, 20, "held-out loss 3.5000, 2,000 tokens/s"),
     ]
     state.is_world_process_zero = False
-    teller.on_step_end(None, state, None)
-    assert len(told) == 3
+    reporter.on_step_end(None, state, None)
+    assert len(reports) == 3
 
 
 @pytest.fixture
 def trackio(monkeypatch):
-    """A module that notes what it is told."""
+    """A fake `trackio` module that records its calls."""
     module = ModuleType("trackio")
     module.__spec__ = ModuleSpec("trackio", None)
     module.began, module.logged, module.ended = [], [], []
@@ -54,9 +54,9 @@ def test_a_run_reports_to_the_tracker_that_is_named(trackio, tmp_path):
     train(recipe)
     assert len(trackio.began) == len(trackio.ended) == 1
     expected = [line for line in metrics(recipe) if "loss" in line]
-    found = [line for line in trackio.logged if "train/loss" in line]
-    assert [line["train/global_step"] for line in found] == [line["step"] for line in expected] == [2, 4]
-    for line, written in zip(found, expected, strict=True):
+    records = [line for line in trackio.logged if "train/loss" in line]
+    assert [line["train/global_step"] for line in records] == [line["step"] for line in expected] == [2, 4]
+    for line, written in zip(records, expected, strict=True):
         for name in ("loss", "grad_norm", "learning_rate", "spikes", "drift/knocking"):
             assert line[f"train/{name}"] == written[name], name
     assert any("eval/loss" in line for line in trackio.logged)

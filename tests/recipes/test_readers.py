@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents, whole and in order, and says how far it has read."""
+"""Every kind of source yields its documents whole and in order, and reports its progress."""
 
 import codecs
 import json
@@ -15,34 +15,34 @@ TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3
 
 
 def read(source):
-    """All texts, and what was told of the progress."""
-    told = []
-    return ["".join(document) for document in documents(source, None, told.append)], told
+    """Return all texts, and the reports of progress."""
+    reports = []
+    return ["".join(document) for document in documents(source, None, reports.append)], reports
 
 
-def of(path, kind, **options):
+def source_of(path, kind, **options):
     return DataSource(str(path), kind, **options)
 
 
 def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
     content = "Größe\r\n漢字 🙂\n" * 50
     (tmp_path / "a.txt").write_bytes(content.encode())
-    for block in (1, 2, 3, 5, 1 << 20):  # characters of several bytes lie across the blocks' borders
+    for block in (1, 2, 3, 5, 1 << 20):  # multi-byte characters cross the blocks' borders
         monkeypatch.setattr(module, "BLOCK", block)
-        source = of(tmp_path / "a.txt", "text")
-        texts, told = read(source)
+        source = source_of(tmp_path / "a.txt", "text")
+        texts, reports = read(source)
         assert texts == [content]
-        assert sum(told) == total_size(source) == len(content.encode())
+        assert sum(reports) == total_size(source) == len(content.encode())
 
 
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
 def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 4)
     write(tmp_path / "a", TEXTS, column="body")
-    source = of(tmp_path / "a", kind, column="body")
-    texts, told = read(source)
+    source = source_of(tmp_path / "a", kind, column="body")
+    texts, reports = read(source)
     assert texts == TEXTS
-    assert sum(told) == total_size(source) == (tmp_path / "a").stat().st_size
+    assert sum(reports) == total_size(source) == (tmp_path / "a").stat().st_size
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
@@ -50,8 +50,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n')
     for block in (1, 2, 1 << 20):
         monkeypatch.setattr(module, "BLOCK", block)
-        assert read(of(tmp_path / "a.txt", "text"))[0] == ["eins\ufeffzwei"]
-    assert read(of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
+        assert read(source_of(tmp_path / "a.txt", "text"))[0] == ["eins\ufeffzwei"]
+    assert read(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -62,32 +62,35 @@ def test_linked_folders_are_read_once(tmp_path):
     (tmp_path / "d" / "books").symlink_to(tmp_path / "real")
     (tmp_path / "d" / "more").symlink_to(tmp_path / "real")
     (tmp_path / "real" / "above").symlink_to(tmp_path / "d")
-    assert source_files(of(tmp_path / "d", "text")) == [tmp_path / "d" / "a.txt", tmp_path / "d" / "books" / "b.txt"]
+    assert source_files(source_of(tmp_path / "d", "text")) == [
+        tmp_path / "d" / "a.txt",
+        tmp_path / "d" / "books" / "b.txt",
+    ]
 
 
 def test_lines_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\r\n\n  \n{"text": null}\n{"other": 1, "text": "b"}')
-    assert read(of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "", "b"]
+    assert read(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "", "b"]
 
 
 def test_a_parquet_column_may_hold_nothing(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a", None, "b"])
-    assert read(of(tmp_path / "a.parquet", "parquet"))[0] == ["a", "", "b"]
+    assert read(source_of(tmp_path / "a.parquet", "parquet"))[0] == ["a", "", "b"]
 
 
 def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     for name in ("b.txt", "a/z.txt", "a/c.md", "d.jsonl", "a/b/e.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert read(of(tmp_path, "text"))[0] == ["a/b/e.txt", "a/z.txt", "b.txt"]
-    assert read(of(tmp_path / "**" / "*.md", "text"))[0] == ["a/c.md"]
-    assert read(of(tmp_path / "a" / "*", "text"))[0] == ["a/c.md", "a/z.txt"]
-    assert source_files(of(tmp_path, "jsonl")) == [tmp_path / "d.jsonl"]
+    assert read(source_of(tmp_path, "text"))[0] == ["a/b/e.txt", "a/z.txt", "b.txt"]
+    assert read(source_of(tmp_path / "**" / "*.md", "text"))[0] == ["a/c.md"]
+    assert read(source_of(tmp_path / "a" / "*", "text"))[0] == ["a/c.md", "a/z.txt"]
+    assert source_files(source_of(tmp_path, "jsonl")) == [tmp_path / "d.jsonl"]
 
 
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     (tmp_path / "a[1].txt").write_text("here")
-    assert read(of(tmp_path / "a[1].txt", "text"))[0] == ["here"]
+    assert read(source_of(tmp_path / "a[1].txt", "text"))[0] == ["here"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -97,24 +100,24 @@ def test_a_hub_dataset(tmp_path, monkeypatch, streaming):
     rows = [{"number": number, "body": text} for number, text in enumerate(TEXTS)]
     (tmp_path / "copy" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "copy" / "test.jsonl").write_text('{"number": 0, "body": "of the test"}\n')
-    source = of(tmp_path / "copy", "hub", column="body", streaming=streaming)
-    texts, told = read(source)
+    source = source_of(tmp_path / "copy", "hub", column="body", streaming=streaming)
+    texts, reports = read(source)
     assert texts == TEXTS
-    assert told == [1] * len(TEXTS) and total_size(source) is None
-    assert read(of(tmp_path / "copy", "hub", column="body", split="test"))[0] == ["of the test"]
+    assert reports == [1] * len(TEXTS) and total_size(source) is None
+    assert read(source_of(tmp_path / "copy", "hub", column="body", split="test"))[0] == ["of the test"]
 
 
 def test_what_is_asked_of_the_hub(monkeypatch):
-    asked = []
+    calls = []
 
     def load_dataset(*names, **options):
-        asked.append((names, options))
+        calls.append((names, options))
         return datasets.Dataset.from_dict({"text": ["a"], "number": [1]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = of("organisation/set", "hub", subset="en", split="validation", revision="v1", streaming=True)
+    source = source_of("organisation/set", "hub", subset="en", split="validation", revision="v1", streaming=True)
     assert read(source)[0] == ["a"]
-    assert asked == [
+    assert calls == [
         (("organisation/set", "en"), {"split": "validation", "revision": "v1", "streaming": True}),
     ]
 
@@ -122,27 +125,28 @@ def test_what_is_asked_of_the_hub(monkeypatch):
 def test_the_identity_changes_with_what_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ["a"])
-    first = of(path, "jsonl")
-    seen = [
+    first = source_of(path, "jsonl")
+    fingerprints = [
         source_fingerprint(first),
-        source_fingerprint(of(path, "text")),
-        source_fingerprint(of(path, "jsonl", column="b")),
+        source_fingerprint(source_of(path, "text")),
+        source_fingerprint(source_of(path, "jsonl", column="b")),
     ]
-    seen += [source_fingerprint(of(path, "jsonl", max_tokens=9))]
+    fingerprints += [source_fingerprint(source_of(path, "jsonl", max_tokens=9))]
     path.write_text('{"text": "b"}\n')
-    seen += [source_fingerprint(first)]
+    fingerprints += [source_fingerprint(first)]
     write_jsonl(tmp_path / "b.jsonl", ["a"])
-    seen += [source_fingerprint(of(tmp_path, "jsonl"))]
-    seen += [
-        source_fingerprint(of("a/b", "hub", **options)) for options in ({}, {"revision": "v1"}, {"split": "test"})
+    fingerprints += [source_fingerprint(source_of(tmp_path, "jsonl"))]
+    fingerprints += [
+        source_fingerprint(source_of("a/b", "hub", **options))
+        for options in ({}, {"revision": "v1"}, {"split": "test"})
     ]
-    assert all(one != other for index, one in enumerate(seen) for other in seen[:index])
-    assert source_fingerprint(of(path, "jsonl", weight=3.0)) == seen[4]
+    assert all(one != other for index, one in enumerate(fingerprints) for other in fingerprints[:index])
+    assert source_fingerprint(source_of(path, "jsonl", weight=3.0)) == fingerprints[4]
     assert json.loads(json.dumps(source_fingerprint(first))) is not None
 
 
 def test_the_identity_of_a_copy_of_a_hub_dataset_is_that_of_its_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
-    before = source_fingerprint(of(tmp_path, "hub"))
+    before = source_fingerprint(source_of(tmp_path, "hub"))
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    assert source_fingerprint(of(tmp_path, "hub")) != before
+    assert source_fingerprint(source_of(tmp_path, "hub")) != before

@@ -1,4 +1,4 @@
-"""The order of a run against its definition: permutations, shares, and no memory of what came before."""
+"""The sampling order of a run against its definition: permutations, shares, and random access."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.sampling_order import SampleOrder, SourceOrder, shuffled
 
 TABLE_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
-"""The sampling ratios of the Mixture-of-Head paper."""
+"""Sampling ratios from table D of the Mixture-of-Head paper."""
 WEIGHTS = {
     "one": [0.3],
     "equal": [1.0, 1.0, 1.0],
@@ -41,25 +41,25 @@ def test_every_window_comes_once_in_an_epoch(count):
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_order_is_as_likely_as_any_other(count):
     orders = list(permutations(range(count)))
-    seen = Counter(
+    counts = Counter(
         tuple(shuffled(f"{key}", count, index) for index in range(count)) for key in range(100 * len(orders))
     )
-    spread = sum((seen[order] - 100) ** 2 / 100 for order in orders) / (len(orders) - 1)
-    assert set(seen) == set(orders)
-    assert spread < 3  # 1 where it is chance alone
+    spread = sum((counts[order] - 100) ** 2 / 100 for order in orders) / (len(orders) - 1)
+    assert set(counts) == set(orders)
+    assert spread < 3  # 1 is expected by chance
 
 
 def test_the_shuffling_leaves_no_trace_of_the_order():
     count = 1000
     order = [shuffled("1 2 3", count, index) for index in range(count)]
     steps = Counter(after - before for before, after in pairwise(order))
-    mean = sum(index * place for index, place in enumerate(order)) / count
+    mean = sum(index * value for index, value in enumerate(order)) / count
     assert max(steps.values()) < 8
     assert abs(mean - ((count - 1) / 2) ** 2) < 3 * count**1.5 / 12  # three deviations of an uncorrelated order
 
 
 def test_the_order_is_pinned():
-    """A run that was begun with one version is resumed with another: this may never change."""
+    """The order may never change, since a run may be resumed with another version of crosshead."""
     assert [shuffled("0 0 0", 10, index) for index in range(10)] == PINNED_SHUFFLE
     assert {count: [shuffled("0 0 0", count, index) for index in range(3)] for count in PINNED_LARGE} == PINNED_LARGE
     assert [SampleOrder([5, 3], [0.7, 0.3], seed=1).sample(index) for index in range(12)] == PINNED_RUN

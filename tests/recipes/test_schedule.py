@@ -1,4 +1,4 @@
-"""The learning rate of every step, beside values worked out by hand."""
+"""The learning rate of every step against values computed by hand."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_by_hand(train, expected, tmp_path):
 
 
 def test_nothing_behind_the_last_step(tmp_path):
-    """The scheduler asks for one step more than there are."""
+    """The scheduler also asks for the learning rate of one step after the last."""
     recipe = recipe_of(tmp_path)
     assert learning_rate_factor(recipe, recipe.steps) == pytest.approx(0.2)
 
@@ -38,6 +38,6 @@ def test_nothing_behind_the_last_step(tmp_path):
 def test_the_optimizer_takes_it(tmp_path):
     recipe = recipe_of(tmp_path, steps=4, warmup=2.0)
     train(recipe)
-    found = [line["learning_rate"] for line in metrics(recipe) if "loss" in line]
-    # What a step has used is logged behind the step.
-    assert found == pytest.approx([0.01 * learning_rate_factor(recipe, step) for step in range(4)])
+    rates = [line["learning_rate"] for line in metrics(recipe) if "loss" in line]
+    # The rate that a step has used is logged after the step.
+    assert rates == pytest.approx([0.01 * learning_rate_factor(recipe, step) for step in range(4)])

@@ -210,14 +210,18 @@ def test_shipped_names_are_corrected():
 
 def test_what_an_anchor_names_twice_changes_alone(tmp_path):
     data = "data: {length: 64, sources: [&one {path: a}, *one]}"
-    found = load_recipe(written(tmp_path, PATH, data, TRAIN), ["data.sources.0.weight=5"])
-    assert [source.weight for source in found.data.sources] == [5, 1]
+    recipe = load_recipe(written(tmp_path, PATH, data, TRAIN), ["data.sources.0.weight=5"])
+    assert [source.weight for source in recipe.data.sources] == [5, 1]
 
 
 def test_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/users/somebody")
-    found = load_recipe(written(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"])
-    assert (found.model.path, found.output, found.data.cache) == ("/users/somebody/a", "/users/somebody/runs", "b/~/c")
+    recipe = load_recipe(written(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"])
+    assert (recipe.model.path, recipe.output, recipe.data.cache) == (
+        "/users/somebody/a",
+        "/users/somebody/runs",
+        "b/~/c",
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n- b", b"\xff\xfe\x00", b"just text", None])

@@ -1,4 +1,4 @@
-"""Every recipe that comes along: it parses, its model is the paper's, its commands exist, and it shrinks to a toy."""
+"""Every shipped recipe parses, has a model of the claimed size and valid commands, and shrinks to a toy."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ PARAMETERS = {  # billions, as the papers print them
     "papers/kha_moe_a0.8b_6.6b": (6.6, 0.1),
     "papers/mea_1b": (1.4985, 0.0001),  # Llama-3.2-1B's 1.2358 and a head of 128,256 x 2,048
     "papers/mea_qwen3_30b": (30.5, 0.1),
-    "papers/moh_dit_xl_2": (0.6754, 0.0001),  # without the table of positions, which is not trained
+    "papers/moh_dit_xl_2": (0.6754, 0.0001),  # without the position table, which is not trained
     "papers/moh_llama3_8b": (8.03 + 2 * 32_640 * 4096 / 1e9, 0.01),
     "papers/moh_llm_b": (0.882, 0.001),
     "papers/moh_llm_s": (0.186, 0.001),
@@ -46,12 +46,12 @@ PARAMETERS = {  # billions, as the papers print them
     "small/vit": (0.0867, 0.0001),
 }
 ACTIVE = {(32, 4): 880, (16, 8): 795, (32, 1): 859, (16, 16): 852}
-"""Knocking-Heads, table 3: query heads, key/value heads -> millions of active parameters."""
+"""(query heads, key/value heads) -> millions of active parameters; Knocking-Heads, table 3."""
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
 
 
 def kind_of(recipe):
-    """The Auto class of its model."""
+    """Return the Auto class of a recipe's model."""
     return getattr(transformers, recipe.objective.auto_class)
 
 
@@ -91,7 +91,7 @@ def test_what_the_comments_say_to_set_can_be_set(name):
 
 
 def commands(recipe):
-    """The lines of `model.convert` as a shell would split them."""
+    """Return the words of each line of `model.convert`, split as a shell would."""
     text = (recipe.model.convert or "").replace("\\\n", " ")
     sequence = re.compile(r"\$\(seq -s\+ (\d+) (\d+)\)")
     text = sequence.sub(lambda match: "+".join(map(str, range(int(match[1]), int(match[2]) + 1))), text)
@@ -106,19 +106,19 @@ def test_the_command_makes_the_model_that_is_expected(name):
     for program, command, *arguments in commands(recipe):
         assert program == "crosshead"
         context = typer.main.get_command(app).commands[command].make_context(command, arguments)
-        read = context.params["source" if command == "convert" else "model"]
-        assert read in made or read in trained or not read.startswith(("models/", "runs/"))
+        input_path = context.params["source" if command == "convert" else "model"]
+        assert input_path in made or input_path in trained or not input_path.startswith(("models/", "runs/"))
         made[str(context.params["out"])] = context.params
     assert recipe.model.path in made or recipe.model.path in trained
     if recipe.model.path in made:
-        asked = made[recipe.model.path]
+        conversion = made[recipe.model.path]
         config = config_of(recipe)
         layouts = model_config(recipe.model.config | {"mixers": {}}, recipe.objective).layouts()
-        request = read_mixers(dict(split_argument(argument) for argument in asked["mixer"]), layouts)
+        request = read_mixers(dict(split_argument(argument) for argument in conversion["mixer"]), layouts)
         requested = recipe.model.config | {"mixers": request.mixers}
         assert model_config(requested, recipe.objective).mixers == config.mixers
-        assert asked["vocab_size"] in (None, getattr(config, "vocab_size", None))
-        assert recipe.distillation is None or recipe.distillation.teacher == asked["source"]
+        assert conversion["vocab_size"] in (None, getattr(config, "vocab_size", None))
+        assert recipe.distillation is None or recipe.distillation.teacher == conversion["source"]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -192,7 +192,7 @@ def test_accelerate_understands_its_configurations(path):
     launch = pytest.importorskip("accelerate.commands.launch")
     config = config_args.load_config_from_file(str(path))
     assert config.num_processes % config.num_machines == 0
-    # Accelerate takes any key below the top, and a misspelt one would do nothing.
+    # Accelerate accepts any key inside a section, where a misspelt one would have no effect.
     known = vars(launch.launch_command_parser().parse_args(["script.py"]))
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     for section in ("fsdp_config", "deepspeed_config"):

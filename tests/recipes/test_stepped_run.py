@@ -1,4 +1,4 @@
-"""Runs that make one step each time they are asked to."""
+"""A SteppedRun makes one step of a run for each call of `step`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Signals: a checkpoint, a status of its own, and nothing lost."""
+"""Signals stop a run with a checkpoint and an exit status of their own, and nothing is lost."""
 
 import os
 import signal
@@ -23,10 +23,10 @@ DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
 
 
 def when(step, act):
-    """Progress that does something once, behind a step."""
+    """Return a progress callback that calls `act` once, after a step."""
     done_already = []
 
-    def show(stage, done, total, told=""):
+    def show(stage, done, total, message=""):
         if stage == "training" and done == step and not done_already:
             done_already.append(True)
             act()
@@ -50,35 +50,35 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path):
     assert lines[1] == lines[0]  # the evaluation of step 3 is made after resuming
     scores = [[line["eval_loss"] for line in metrics(each) if "eval_loss" in line] for each in (whole, recipe)]
     assert scores[0] == scores[1]
-    found, expected = weights(recipe), weights(whole)
-    assert all(found[name].equal(expected[name]) for name in expected)
+    result, expected = weights(recipe), weights(whole)
+    assert all(result[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("last", first([False, True]))
 def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
-    """It ends there, with a checkpoint of the step before it; behind the last step there is nothing to stop."""
+    """The evaluation ends with a checkpoint of the step before it; after the last step a signal has no effect."""
     watch = {"evaluate_every": 3, "every": 2}
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
     train(whole)
-    seen, real = [], NextToken.evaluate
+    calls, real = [], NextToken.evaluate
 
     def signalled(*arguments):
-        seen.append(1)
-        if len(seen) == batches + 1 if last else len(seen) == 1:
+        calls.append(1)
+        if len(calls) == batches + 1 if last else len(calls) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(NextToken, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
+    monkeypatch.setattr(NextToken, "evaluate", lambda *arguments: calls.append(1) or real(*arguments))
     train(toy_run(KNOCKING, tmp_path / "counted", 6, watch=watch))
-    batches = len(seen) // 2
+    batches = len(calls) // 2
     assert batches > 1
-    seen.clear()
+    calls.clear()
     monkeypatch.setattr(NextToken, "evaluate", signalled)
     outcome = train(recipe)
     if last:
-        assert outcome.model and outcome.stopped_by is None and len(seen) == 2 * batches
+        assert outcome.model and outcome.stopped_by is None and len(calls) == 2 * batches
         return
-    assert (outcome.step, outcome.stopped_by, outcome.model, len(seen)) == (3, signal.SIGTERM, None, 1)
+    assert (outcome.step, outcome.stopped_by, outcome.model, len(calls)) == (3, signal.SIGTERM, None, 1)
     assert step_of(checkpoints(Path(recipe.output))[0]) == 3
     assert train(recipe).step == 6
     assert losses(recipe) == losses(whole)
@@ -102,21 +102,21 @@ def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     real = module.train
     monkeypatch.setattr(
-        module, "train", lambda asked, show: real(asked, when(2, lambda: os.kill(os.getpid(), number)))
+        module, "train", lambda requested, show: real(requested, when(2, lambda: os.kill(os.getpid(), number)))
     )
     status, out, err = run_command(capfd, monkeypatch, f"train {KNOCKING} --toy {tmp_path}")
     assert (status, out) == (128 + number, "")
-    *progress, told = err.splitlines()
-    assert told.startswith("crosshead: ") and "step 3 of 4" in told
+    *progress, message = err.splitlines()
+    assert message.startswith("crosshead: ") and "step 3 of 4" in message
     assert not any(line.startswith("crosshead: ") for line in progress)
 
 
 def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
-    """At once it is the same: a launcher passes on what its processes have got as well."""
-    clock, seen = [50.0], []
+    """Within two seconds it counts as the same signal: a launcher forwards signals that its processes get anyway."""
+    clock, times = [50.0], []
 
     def ours(*_):
-        seen.append(clock[0])
+        times.append(clock[0])
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, ours)
@@ -128,7 +128,7 @@ def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
                 assert request.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) != ours
             clock[0] = 52.5
             os.kill(os.getpid(), signal.SIGTERM)
-            assert seen == [52.5] and signal.getsignal(signal.SIGTERM) == ours
+            assert times == [52.5] and signal.getsignal(signal.SIGTERM) == ours
         assert signal.getsignal(signal.SIGTERM) == ours
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -140,7 +140,7 @@ def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(mo
 
     def greatest(number, args):
         if not number:
-            os.kill(os.getpid(), signal.SIGTERM)  # the others have answered already
+            os.kill(os.getpid(), signal.SIGTERM)  # the other processes have answered already
         return number
 
     monkeypatch.setattr(callbacks, "_maximum", greatest)

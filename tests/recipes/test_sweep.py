@@ -1,4 +1,4 @@
-"""`crosshead sweep`: which rates are stable, which one is taken, and what is written and done again."""
+"""`crosshead sweep`: stable rates, the chosen rate, the report and the plot, and resumed sweeps."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def recipe(tmp_path):
-    """200 steps of 1,000 tokens with three rates, evaluated every 10."""
+    """A recipe of 200 steps of 1,024 tokens with three rates, evaluated every 10 steps."""
     shipped = load_recipe(NAME, [f"output={tmp_path}", "sweep.learning_rates=[1e-3, 1e-4, 3e-3]"])
     options = replace(shipped.train, tokens=STEPS * 1024, batch_tokens=1024, micro_batch=1, warmup=WARMUP)
     watch = replace(shipped.watch, evaluate_every=10)
@@ -41,14 +41,14 @@ def recipe(tmp_path):
 
 
 def losses_of(rate, noise=0.02):
-    """A larger rate ends lower."""
+    """Return the losses of a noisy curve that ends lower for a larger rate."""
     steps = np.arange(1, STEPS + 1)
     values = (20 / steps) ** (0.3 + 100 * rate) + 2 + noise * np.random.default_rng(0).standard_normal(STEPS)
     return values.tolist()
 
 
 def write(run, losses, evaluate_every=10):
-    """What a run leaves."""
+    """Write the metrics file of a run with these losses."""
     folder = Path(run.output)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": len(losses), "losses": losses}]
@@ -58,14 +58,14 @@ def write(run, losses, evaluate_every=10):
 
 
 class Trainer:
-    """Stands in for training: writes the losses of a curve, and may diverge or be stopped."""
+    """A fake `train` that writes the losses of a curve; runs may diverge or be stopped."""
 
     def __init__(self, diverges=(), stopped=()):
-        self.diverges, self.stopped, self.asked = diverges, set(stopped), []
+        self.diverges, self.stopped, self.rates = diverges, set(stopped), []
 
     def __call__(self, run, progress):
         rate = run.train.learning_rate
-        self.asked.append(rate)
+        self.rates.append(rate)
         progress("training", STEPS, STEPS, "loss 2.0")
         if rate in self.stopped:
             self.stopped.discard(rate)
@@ -89,10 +89,10 @@ def trainer(monkeypatch):
 
 def test_the_largest_stable_rate_is_chosen(recipe, trainer):
     stand_in = trainer(diverges=[3e-3])
-    told = []
-    report = sweep(recipe, lambda *progress: told.append(progress))
-    assert stand_in.asked == [1e-4, 1e-3, 3e-3]
-    assert {stage for stage, *_ in told} == {"0.0001 training", "0.001 training", "0.003 training"}
+    reports = []
+    report = sweep(recipe, lambda *progress: reports.append(progress))
+    assert stand_in.rates == [1e-4, 1e-3, 3e-3]
+    assert {stage for stage, *_ in reports} == {"0.0001 training", "0.001 training", "0.003 training"}
     assert report["chosen"] == 1e-3 and report["loss"] == HELD_OUT and report["stopped_by"] is None
     small, large, diverged = report["runs"]
     assert small["stable"] and large["stable"] and not diverged["stable"]
@@ -117,7 +117,7 @@ def test_a_sweep_goes_on_where_it_stopped(recipe, trainer):
     assert sweep(recipe)["stopped_by"] == 15
     again = trainer(diverges=[1e-3])
     report = sweep(recipe)
-    assert again.asked == [1e-4, 3e-3]  # a finished run ends at once; one that diverged is not tried again
+    assert again.rates == [1e-4, 3e-3]  # a finished run ends at once; one that diverged is not tried again
     assert report["chosen"] == 3e-3 and not report["runs"][1]["stable"]
 
 
@@ -126,7 +126,7 @@ def test_another_recipe_tries_again_what_diverged(recipe, trainer):
     sweep(recipe)
     again = trainer()
     report = sweep(replace(recipe, train=replace(recipe.train, gradient_clipping=0.1)))
-    assert 1e-3 in again.asked and report["runs"][1]["stable"]
+    assert 1e-3 in again.rates and report["runs"][1]["stable"]
 
 
 def test_other_errors_are_errors(recipe, monkeypatch):
@@ -157,7 +157,7 @@ def test_the_command_without_rates_writes_no_toy(tmp_path, monkeypatch, capfd):
 
 
 def attempt(rate, fitted, error=0.001, stable=True):
-    """A finished try whose fitted loss is given."""
+    """Return a finished attempt with this fitted loss."""
     law = ScalingLaw(tokens=0.0, exponent=1.0, floor=fitted, error=error)
     return Attempt(rate, "", "" if stable else "rose", 0, LossCurve((1,), (fitted,)), law)
 
@@ -175,8 +175,8 @@ def attempt(rate, fitted, error=0.001, stable=True):
     ],
 )
 def test_choosing(tries, chosen, better):
-    found = choose(tries)
-    assert [each.learning_rate if each else None for each in found] == [chosen, better]
+    result = choose(tries)
+    assert [each.learning_rate if each else None for each in result] == [chosen, better]
 
 
 def test_a_lower_loss_at_a_smaller_rate_is_told(recipe, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_loss_that_does_not_come_back_is_not_stable(recipe):
 
 @pytest.mark.parametrize("steps", (STEPS, 6))
 def test_a_loss_that_ends_above_its_first_is_not_stable(recipe, steps):
-    """Though it may fall from a peak that came at once, or there are too few for windows."""
+    """Even if it falls from a peak in the first steps, or has too few steps for windows."""
     chance = np.random.default_rng(0)
     run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
     write(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
@@ -227,7 +227,7 @@ def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
     stand_in = trainer()
     with pytest.raises(RecipeError, match=r"\b1\b.*\b11\b"):
         sweep(replace(recipe, train=replace(recipe.train, tokens=(WARMUP + 1) * 1024)))
-    assert stand_in.asked == []
+    assert stand_in.rates == []
 
 
 def test_curves_begin_behind_the_warmup(recipe):

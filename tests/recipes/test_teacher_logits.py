@@ -1,4 +1,4 @@
-"""A teacher's logits on disk: written once, and learnt from as from the teacher itself."""
+"""A teacher's logits on disk: saving them, and distillation from them as from the teacher itself."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def recipe(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with a teacher, and the folder that the teacher's logits are in."""
+    """A recipe with a teacher, and the folder of the teacher's saved logits."""
     folder = tmp_path_factory.mktemp("saved")
     recipe = toy_run(MIXTURE, folder)
     save_teacher(recipe, folder / "logits")
@@ -38,14 +38,14 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def stored(saved, tmp_path):
-    """A run that learns from a copy of these, in a folder of the test's own."""
+    """A recipe that distils from a copy of the saved logits, with an output folder of its own."""
     recipe, logits = saved
     shutil.copytree(logits, tmp_path / "logits")
     return replace(from_disk(recipe, tmp_path / "logits"), output=str(tmp_path / "from-disk"))
 
 
 def from_disk(recipe, folder, name="from-disk", **changes):
-    """The recipe, with the folder instead of the teacher."""
+    """Return the recipe with saved logits instead of a teacher."""
     distillation = replace(recipe.distillation, **{"teacher": None, "logits": str(folder), "match_steps": 0} | changes)
     return replace(recipe, distillation=distillation, output=str(Path(recipe.output).with_name(name)))
 
@@ -62,20 +62,20 @@ def with_teacher(recipe):
 
 @torch.no_grad()
 def test_they_are_the_teachers_highest(recipe, tmp_path):
-    told = []
-    save_teacher(recipe, tmp_path / "logits", lambda *progress: told.append(progress))
+    reports = []
+    save_teacher(recipe, tmp_path / "logits", lambda *progress: reports.append(progress))
     stored = with_teacher(from_disk(recipe, tmp_path / "logits"))
     teacher = AutoModelForCausalLM.from_pretrained(recipe.distillation.teacher)
     _, samples = samples_of(recipe)
     assert len(stored) == len(samples) == 16
     for index, sample in enumerate(samples):
-        found = stored[index]
-        assert all(torch.equal(found[name], sample[name]) for name in sample)
+        item = stored[index]
+        assert all(torch.equal(item[name], sample[name]) for name in sample)
         expected = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).topk(64)
-        torch.testing.assert_close(found[LOGARITHMS].float(), expected.values, rtol=1e-3, atol=0)
-        chosen = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).gather(-1, found[INDICES])
+        torch.testing.assert_close(item[LOGARITHMS].float(), expected.values, rtol=1e-3, atol=0)
+        chosen = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).gather(-1, item[INDICES])
         torch.testing.assert_close(chosen, expected.values)  # the same tokens, but for the order of equal ones
-    assert [progress for progress in told if progress[0] == "teacher"] == [
+    assert [progress for progress in reports if progress[0] == "teacher"] == [
         ("teacher", done, 16) for done in range(2, 17, 2)
     ]
 
@@ -86,7 +86,7 @@ def test_learning_from_all_of_it_is_learning_from_the_teacher(recipe, tmp_path, 
     save_teacher(recipe, tmp_path / "logits")
     stored = from_disk(recipe, tmp_path / "logits")
     train(stored)
-    assert losses(stored) == pytest.approx(losses(recipe), abs=2e-3)  # they are kept in half precision
+    assert losses(stored) == pytest.approx(losses(recipe), abs=2e-3)  # logits are stored in half precision
     assert losses(stored) != losses(recipe)
 
 
@@ -95,8 +95,8 @@ def test_learning_from_it_goes_on_as_any_run(stored, tmp_path):
     train(whole)
     resumed(killed, 1, 3)
     assert losses(killed) == losses(whole)
-    found, expected = weights(killed), weights(whole)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result, expected = weights(killed), weights(whole)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_another_teacher_is_refused_in_the_middle(stored, tmp_path):
@@ -166,7 +166,7 @@ def test_no_teacher(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_what_is_not_finished_is_not_there(error, recipe, tmp_path):
-    def ends(stage, done, total, told=""):
+    def ends(stage, done, total, message=""):
         if stage == "teacher" and done == 6:
             raise error
 

@@ -1,4 +1,4 @@
-"""A cache is found again, made again when anything it depends on changes, and never half there."""
+"""Token caches are reused, rebuilt when anything that they depend on changes, and published atomically."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 class CountingEncoder(TokenEncoder):
-    """Knows how often it was used."""
+    """Counts the calls of `encode`."""
 
     calls = 0
 
@@ -51,10 +51,10 @@ def folders(root):
 
 
 def test_a_source_is_tokenised_once(source, encoder, tmp_path):
-    told = []
-    first = open_cache(source, encoder, 0.1, tmp_path / "x" / "y", lambda *progress: told.append(progress))
+    reports = []
+    first = open_cache(source, encoder, 0.1, tmp_path / "x" / "y", lambda *progress: reports.append(progress))
     calls, size = encoder.calls, (tmp_path / "a.jsonl").stat().st_size
-    assert calls > 0 and told[-1] == (size, size)
+    assert calls > 0 and reports[-1] == (size, size)
     again = open_cache(source, encoder, 0.1, tmp_path / "x" / "y")
     assert (encoder.calls, again) == (calls, first)
     held_out, training = again.stream(HELD_OUT), again.stream(TRAINING)
@@ -157,7 +157,7 @@ def test_disk_without_locks(source, encoder, tmp_path, monkeypatch, caplog):
 
 
 def building(source, root, delay, die_after=None):
-    """Build slowly, and perhaps go without a word after some batches."""
+    """Build a cache slowly; exit abruptly after `die_after` batches."""
 
     class Slow(TokenEncoder):
         batches = 0

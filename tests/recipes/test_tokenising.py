@@ -16,12 +16,12 @@ def encoder():
     return TokenEncoder(separating_tokenizer(), 61)
 
 
-def nobody():
-    """Nobody is told."""
+def silent():
+    """Ignore progress."""
 
 
 def written(folder, part, dtype=np.uint16):
-    """The documents of a part, separators included."""
+    """Return the documents of a part, with their separators."""
     tokens, ends = np.fromfile(folder / f"{part}.tokens", dtype), np.fromfile(folder / f"{part}.ends", np.int64)
     assert not len(tokens) or ends[-1] == len(tokens)
     return [list(document) for document in np.split(tokens, ends[:-1])] if len(ends) else []
@@ -35,26 +35,26 @@ def test_documents_one_after_the_other(encoder, tmp_path, monkeypatch):
     texts = toy_texts(100)
     for size in (1, 100, 10_000):
         monkeypatch.setattr(tokenising, "BATCH", size)
-        told = []
-        report = partial(told.append, size)
+        reports = []
+        report = partial(reports.append, size)
         records = write_tokens([[text] for text in texts], encoder, 0.0, None, tmp_path, report)
         assert written(tmp_path, TRAINING) == expected(texts)
         assert written(tmp_path, HELD_OUT) == []
         assert records[TRAINING].documents == 100
         assert records[TRAINING].tokens == sum(map(len, expected(texts)))
-        assert (len(told) > 10) == (size < 10_000)
+        assert (len(reports) > 10) == (size < 10_000)
 
 
 def test_the_digest_knows_where_documents_end(encoder, tmp_path):
     one, two = [[words(1, SEPARATOR, 2)]], [[words(1)], [words(2)]]
-    records = [write_tokens(documents, encoder, 0.0, None, tmp_path, nobody)[TRAINING] for documents in (one, two)]
+    records = [write_tokens(documents, encoder, 0.0, None, tmp_path, silent)[TRAINING] for documents in (one, two)]
     assert records[0].tokens == records[1].tokens
     assert records[0].digest != records[1].digest
 
 
 def test_documents_without_text_are_left_out(encoder, tmp_path):
     documents = [[], [words(1)], [""], ["  ", "\n"], [words(2)]]
-    write_tokens(documents, encoder, 0.0, None, tmp_path, nobody)
+    write_tokens(documents, encoder, 0.0, None, tmp_path, silent)
     assert written(tmp_path, TRAINING) == expected([words(1), words(2)])
 
 
@@ -64,13 +64,13 @@ def test_a_long_document_in_pieces_is_the_document(encoder, tmp_path, monkeypatc
     text = "\n".join(words(*range(1 + start % 40, 9 + start % 40)) for start in range(200))
     for block in (7, 50, 51, 5000, len(text)):
         blocks = [text[start : start + block] for start in range(0, len(text), block)]
-        found = list(pieces([blocks, [words(3)]]))
-        assert max(len(piece.text) for piece in found) <= 50
-        assert "".join(piece.text for piece in found) == text + words(3)
-        assert all(piece.text.endswith("\n") for piece in found if not piece.last)
-        assert [piece.first for piece in found] == [True] + [piece.last for piece in found[:-1]]
-        assert [piece.last for piece in found].count(True) == 2
-        write_tokens([blocks, [words(3)]], encoder, 0.0, None, tmp_path, nobody)
+        result = list(pieces([blocks, [words(3)]]))
+        assert max(len(piece.text) for piece in result) <= 50
+        assert "".join(piece.text for piece in result) == text + words(3)
+        assert all(piece.text.endswith("\n") for piece in result if not piece.last)
+        assert [piece.first for piece in result] == [True] + [piece.last for piece in result[:-1]]
+        assert [piece.last for piece in result].count(True) == 2
+        write_tokens([blocks, [words(3)]], encoder, 0.0, None, tmp_path, silent)
         assert written(tmp_path, TRAINING) == expected([text, words(3)])
 
 
@@ -82,20 +82,20 @@ def test_a_long_line_is_cut_where_it_must_be(monkeypatch):
 
 def test_the_share_held_out_is_decided_by_the_documents_alone(encoder, tmp_path):
     texts = [words(index % 59 + 1, index // 59 + 1) for index in range(2000)]
-    write_tokens([[text] for text in texts], encoder, 0.2, None, tmp_path, nobody)
-    kept = [text for text in texts if is_held_out(text, 0.2)]
-    assert written(tmp_path, HELD_OUT) == expected(kept)
-    assert written(tmp_path, TRAINING) == expected([text for text in texts if text not in set(kept)])
-    assert 340 < len(kept) < 460
+    write_tokens([[text] for text in texts], encoder, 0.2, None, tmp_path, silent)
+    held_out = [text for text in texts if is_held_out(text, 0.2)]
+    assert written(tmp_path, HELD_OUT) == expected(held_out)
+    assert written(tmp_path, TRAINING) == expected([text for text in texts if text not in set(held_out)])
+    assert 340 < len(held_out) < 460
     more = [text for text in [*reversed(texts), words(5)] if is_held_out(text, 0.2)]
-    assert set(kept) <= set(more)
-    assert set(kept) < {text for text in texts if is_held_out(text, 0.3)}
+    assert set(held_out) <= set(more)
+    assert set(held_out) < {text for text in texts if is_held_out(text, 0.3)}
 
 
 def test_a_long_document_stays_on_one_side(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = ["\n".join([words(start)] * 40) for start in range(1, 59)]
-    write_tokens([[text] for text in texts], encoder, 0.5, None, tmp_path, nobody)
+    write_tokens([[text] for text in texts], encoder, 0.5, None, tmp_path, silent)
     sides = [written(tmp_path, part) for part in (TRAINING, HELD_OUT)]
     assert all(len(side) > 10 for side in sides)
     assert sorted(sides[0] + sides[1]) == expected(texts)
@@ -104,24 +104,24 @@ def test_a_long_document_stays_on_one_side(encoder, tmp_path, monkeypatch):
 def test_reading_stops_at_the_limit(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH", 1)
     monkeypatch.setattr(tokenising, "PIECE", 20)
-    read = []
+    yielded = []
 
     def documents():
         for number in range(1, 59):
-            read.append(number)
+            yielded.append(number)
             yield [words(number, number)]
 
     for limit, count in ((6, 2), (7, 3)):
-        write_tokens(documents(), encoder, 0.0, limit, tmp_path, nobody)
+        write_tokens(documents(), encoder, 0.0, limit, tmp_path, silent)
         assert written(tmp_path, TRAINING) == expected([words(number, number) for number in range(1, count + 1)])
-    assert len(read) < 12
+    assert len(yielded) < 12
 
 
 def test_the_document_that_reaches_the_limit_is_whole(encoder, tmp_path, monkeypatch):
-    """However many pieces it is read in."""
+    """The last document is whole, however many pieces it is read in."""
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
-    write_tokens([[text] for text in texts], encoder, 0.0, 31, tmp_path, nobody)
+    write_tokens([[text] for text in texts], encoder, 0.0, 31, tmp_path, silent)
     assert written(tmp_path, TRAINING) == expected(texts[:2])
 
 
@@ -130,12 +130,12 @@ def test_a_document_that_alone_is_longer_than_the_limit_is_refused(size, encoder
     monkeypatch.setattr(tokenising, "PIECE", size)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
     with pytest.raises(RecipeError, match=r"'w1 w2 w3 .*max_tokens=30"):
-        write_tokens([[text] for text in texts], encoder, 0.0, 30, tmp_path, nobody)
+        write_tokens([[text] for text in texts], encoder, 0.0, 30, tmp_path, silent)
 
 
 def test_tokens_take_four_bytes_where_two_are_not_enough(tmp_path):
     encoder = TokenEncoder(separating_tokenizer(70_000), 70_000)
-    write_tokens([[words(5, 69_999)]], encoder, 0.0, None, tmp_path, nobody)
+    write_tokens([[words(5, 69_999)]], encoder, 0.0, None, tmp_path, silent)
     assert written(tmp_path, TRAINING, np.uint32) == [[5, 69_999, SEPARATOR]]
     assert TokenEncoder(separating_tokenizer(), 1 << 16).dtype == np.uint16
 

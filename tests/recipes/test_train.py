@@ -1,4 +1,4 @@
-"""Whole runs at toy size: they end in a model that loads, and going on from where one was left changes nothing."""
+"""Whole runs at toy size end in a model that loads, and resuming a run changes nothing."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ from toy_training import (
 
 DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
 KINDS = (KNOCKING, LORA, MIXTURE, EXPERTS, SCRATCH, "small/qwen3_0.6b_differential", "small/smollm2_talking")
-"""Recipes that between them have every mechanism, way of training and kind of model."""
+"""Recipes that together cover every mechanism, way of training and kind of model."""
 DECODERS = [name for name in shipped_recipes() if load_recipe(name).objective.name == "next_token"]
 
 
@@ -51,7 +51,7 @@ def data_of(recipe):
 
 
 def stock_loss(model, samples):
-    """The library's own loss over all of them."""
+    """Return transformers' own loss over all samples."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -96,31 +96,31 @@ def test_going_on_changes_nothing(name, tmp_path):
     assert len(losses(runs[0])) == 5
     assert losses(runs[1]) == losses(runs[0])
     assert_equal_weights(*runs)
-    seen = [(line["step"], "loss" in line) for line in metrics(runs[1])]
-    assert len(set(seen)) == len(seen) == len(metrics(runs[0]))
+    logged = [(line["step"], "loss" in line) for line in metrics(runs[1])]
+    assert len(set(logged)) == len(logged) == len(metrics(runs[0]))
 
 
-def without_time(found, expected):
-    """How long something took is all that may differ."""
-    return found | {name: value for name, value in expected.items() if "runtime" in name or "_per_second" in name}
+def without_time(result, expected):
+    """Return the metrics with the durations and speeds of `expected`, which alone may differ."""
+    return result | {name: value for name, value in expected.items() if "runtime" in name or "_per_second" in name}
 
 
 def assert_equal_weights(first, second):
-    found, expected = weights(second), weights(first)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    result, expected = weights(second), weights(first)
+    assert result.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run with dropout, of six steps."""
+    """The recipe of a finished run of six steps with dropout."""
     recipe = toy_run(LORA, tmp_path_factory.mktemp("whole"), steps=6, train=DROPOUT)
     train(recipe)
     return recipe
 
 
 def test_dropout_is_there(whole, tmp_path):
-    """Or the test above would say nothing about random numbers."""
+    """Otherwise the tests of resumed runs would not cover random numbers."""
     recipe = toy_run(LORA, tmp_path, steps=6, train={"lora": LoraOptions(4, 8.0, 0.0)})
     train(recipe)
     assert losses(recipe) != losses(whole)
@@ -173,9 +173,9 @@ def test_what_is_told_and_kept_may_change_on_the_way(whole, tmp_path):
     )
     assert losses(recipe) == losses(whole)
     lines = [(line["step"], len(line.get("losses", ()))) for line in metrics(recipe)]
-    assert lines == [(1, 1), (2, 1), (3, 1), (3, 0), (5, 2), (6, 1), (6, 0)]  # what comes behind a checkpoint goes
-    kept = sorted(path.name for path in Path(recipe.output).glob("checkpoint-*"))
-    assert kept == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
+    assert lines == [(1, 1), (2, 1), (3, 1), (3, 0), (5, 2), (6, 1), (6, 0)]  # lines after the checkpoint are dropped
+    names = sorted(path.name for path in Path(recipe.output).glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
 
 
 def test_a_run_may_move_to_another_machine(tmp_path):
@@ -187,7 +187,7 @@ def test_a_run_may_move_to_another_machine(tmp_path):
 
 @pytest.mark.parametrize("name", first([MIXTURE, KNOCKING]))
 def test_a_step_is_the_same_however_it_is_accumulated(name, tmp_path):
-    found = []
+    results = []
     for at_once in (1, 2, 4):
         distillation = {"match_steps": 2} if name == MIXTURE else {}
         recipe = toy_run(
@@ -197,9 +197,9 @@ def test_a_step_is_the_same_however_it_is_accumulated(name, tmp_path):
             data={"separate_documents": True},
             distillation=distillation,
         )
-        found.append([*losses_of(recipe), train(recipe).metrics["eval_loss"]])
-    assert found[1] == pytest.approx(found[0], abs=2e-6)
-    assert found[2] == pytest.approx(found[0], abs=2e-6)
+        results.append([*losses_of(recipe), train(recipe).metrics["eval_loss"]])
+    assert results[1] == pytest.approx(results[0], abs=2e-6)
+    assert results[2] == pytest.approx(results[0], abs=2e-6)
 
 
 def losses_of(recipe):
@@ -209,7 +209,7 @@ def losses_of(recipe):
 
 @pytest.mark.slow
 def test_checkpointed_activations_are_the_same_step(tmp_path):
-    found = [
+    results = [
         losses_of(
             toy_run(
                 MIXTURE,
@@ -220,7 +220,7 @@ def test_checkpointed_activations_are_the_same_step(tmp_path):
         )
         for saving in (False, True)
     ]
-    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert results[1] == pytest.approx(results[0], abs=1e-6)
 
 
 def test_the_first_loss_is_that_of_the_model_that_is_continued(tmp_path):
@@ -236,7 +236,7 @@ def test_the_first_loss_is_that_of_the_model_that_is_continued(tmp_path):
                 tokens = sample["input_ids"][begin:end][None]
                 total += model(tokens, labels=tokens).loss.item() * (end - begin - 1)
                 count += end - begin - 1
-    assert count < recipe.batch_size * (recipe.data.length - 1)  # there are documents that begin within
+    assert count < recipe.batch_size * (recipe.data.length - 1)  # some documents begin inside a window
     train(recipe)
     assert losses(recipe)[0] == pytest.approx(total / count, rel=1e-6)
 
@@ -259,7 +259,7 @@ def test_what_is_refused_leaves_nothing(tmp_path):
 def test_two_runs_at_once(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
 
-    def again(stage, done, total, told=""):
+    def again(stage, done, total, message=""):
         if stage == "training":
             with pytest.raises(RecipeError, match=recipe.output) as caught:
                 train(recipe)
@@ -272,15 +272,15 @@ def test_two_runs_at_once(tmp_path):
 
 def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=2)
-    beside = {"conversion.json": "{}", "LICENSE": "do as you please", "NOTICE.txt": "made by others"}
-    for name, text in beside.items():
+    files = {"conversion.json": "{}", "LICENSE": "do as you please", "NOTICE.txt": "made by others"}
+    for name, text in files.items():
         Path(recipe.model.path, name).write_text(text)
     folder = train(recipe).model
-    assert {name: (folder / name).read_text() for name in beside} == beside
+    assert {name: (folder / name).read_text() for name in files} == files
 
 
 def test_a_stock_model_is_trained_as_well(tmp_path):
-    """What a mechanism is compared with."""
+    """Stock models are the baselines of mechanisms."""
     write_stock(tmp_path / "stock", vocab_size=257)
     recipe = toy_run(KNOCKING, tmp_path, steps=2, model={"path": str(tmp_path / "stock"), "config": None})
     outcome = train(recipe)

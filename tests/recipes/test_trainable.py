@@ -1,4 +1,4 @@
-"""What moves and what stays, bit for bit."""
+"""Parameters that training changes and parameters that it leaves equal to the bit."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ OPTIONS = {"learning_rate": 1e-3, "tokens": 64, "batch_tokens": 64}
 
 
 def trained(trainable, tmp_path, **train_options):
-    """The weights before and after."""
+    """Train; return the weights before and after, and the recipe."""
     recipe = toy_run(LORA, tmp_path, train={"trainable": trainable, **train_options})
     before = load_file(Path(recipe.model.path, "model.safetensors"))
     train(recipe)
@@ -39,19 +39,19 @@ def test_all(tmp_path):
 
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_transfer_trains_attention_alone(saving, tmp_path, caplog):
-    """Weight decay does not change the rest either; a warning says that nothing but the transfer was trained."""
-    found, warnings = [], []
+    """Weight decay does not change other parameters; a warning says that only the transfer was trained."""
+    results, warnings = [], []
     for steps in (0, 2):
         options = {"weight_decay": 0.5, "checkpoint_activations": saving}
         distillation = {"match_steps": 0, "transfer_steps": steps}
         recipe = toy_run(MIXTURE, tmp_path / str(steps), steps=2, train=options, distillation=distillation)
         before = load_file(Path(recipe.model.path, "model.safetensors"))
         train(recipe)
-        found.append(moved(before, weights(recipe)))
+        results.append(moved(before, weights(recipe)))
         warnings.append("distillation.transfer_steps" in caplog.text)
     assert warnings == [False, True]
-    assert found[0] == set(before)
-    assert found[1] == {name for name in before if ".self_attn." in name}
+    assert results[0] == set(before)
+    assert results[1] == {name for name in before if ".self_attn." in name}
 
 
 def test_mixers_alone(tmp_path):
@@ -67,7 +67,7 @@ def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
     }
     change = after["model.layers.0.self_attn.q_proj.weight"] - before["model.layers.0.self_attn.q_proj.weight"]
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
-    # Without peft: it is the model itself, and its own code.
+    # The saved model needs no peft: the adapters are merged, and its class is crosshead's.
     assert not list(Path(recipe.output, "model").glob("adapter*"))
     assert type(AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))).__module__.startswith("crosshead")
     assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
@@ -80,11 +80,11 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
     assert not any(".mixers." in name for name, _ in routed.named_parameters())
     model = set_trainable(routed, TrainOptions(**OPTIONS, trainable="mixers+lora", lora=lora))
     assert any(parameter.requires_grad for parameter in model.parameters())
-    for trainable, given in (("mixers", None), ("mixers+lora", lora)):
+    for trainable, lora_options in (("mixers", None), ("mixers+lora", lora)):
         stock = mixed_model("Llama", {})
-        for wrong in (stock,) if given else (stock, mixed_model("Llama", {"mixture": options})):
+        for wrong in (stock,) if lora_options else (stock, mixed_model("Llama", {"mixture": options})):
             with pytest.raises(RecipeError, match=f"train.trainable='{re.escape(trainable)}'"):
-                set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
+                set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=lora_options))
 
 
 @pytest.mark.parametrize("backbone", ["DeepseekV2", "DeepseekV3"])
@@ -93,8 +93,8 @@ def test_low_rank_changes_to_every_projection_of_mla(backbone):
     linear = {name for name, module in model.named_modules() if ".self_attn." in name and type(module) is nn.Linear}
     expected = {name for name in linear if ".mixers." not in name}
     wrapped = set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers+lora", lora=LoraOptions(2, 4.0)))
-    found = {name.removeprefix("base_model.model.") for name, _ in wrapped.named_parameters() if ".lora_A." in name}
-    assert expected and {name.partition(".lora_A.")[0] for name in found if ".self_attn." in name} == expected
+    adapted = {name.removeprefix("base_model.model.") for name, _ in wrapped.named_parameters() if ".lora_A." in name}
+    assert expected and {name.partition(".lora_A.")[0] for name in adapted if ".self_attn." in name} == expected
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CASES, strength=1))

@@ -1,4 +1,4 @@
-"""All of a run's data together: what a run sees, whoever asks, and what it is evaluated on."""
+"""The data of a run: training samples for any number of processes, held-out data, and the fingerprint."""
 
 import pickle
 from collections import Counter
@@ -18,7 +18,7 @@ from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words, write_js
 
 @pytest.fixture
 def options(tmp_path):
-    """Two sources that have no window in common."""
+    """Options with two sources that have no window in common."""
     first = write_jsonl(tmp_path / "first.jsonl", [words(*([token] * 9)) for token in range(1, 25)])
     second = write_parquet(tmp_path / "second.parquet", [words(*([token] * 9)) for token in range(30, 50)])
     sources = DataSource(str(first), "jsonl", weight=3), DataSource(str(second), "parquet", weight=1)
@@ -36,10 +36,10 @@ def first_tokens(samples):
 def test_a_run_sees_every_window_of_each_source_once_an_epoch_by_the_weights(options):
     data = opened(options)
     assert sum(map(len, data.sources)) == 24 + 20
-    seen = first_tokens(data.samples(160, seed=1))
-    assert Counter(token for token in seen if token < 25) == dict.fromkeys(range(1, 25), 5)
-    assert Counter(token for token in seen if token > 25) == dict.fromkeys(range(30, 50), 2)
-    assert sum(token < 25 for token in seen[:40]) == 30
+    tokens = first_tokens(data.samples(160, seed=1))
+    assert Counter(token for token in tokens if token < 25) == dict.fromkeys(range(1, 25), 5)
+    assert Counter(token for token in tokens if token > 25) == dict.fromkeys(range(30, 50), 2)
+    assert sum(token < 25 for token in tokens[:40]) == 30
 
 
 def test_the_run_is_the_same_for_any_length_and_any_beginning(options):
@@ -76,10 +76,10 @@ def test_batches_come_through_a_loader(options, workers):
 
 def test_what_is_held_out_is_never_trained_on(options):
     data = opened(options, held_out=0.3)
-    kept = {token for token in [*range(1, 25), *range(30, 50)] if is_held_out(words(*([token] * 9)), 0.3)}
-    assert set(first_tokens(data.evaluation)) == kept
-    assert len(data.evaluation) == len(kept) > 5
-    assert set(first_tokens(data.samples(300, seed=0))) == {*range(1, 25), *range(30, 50)} - kept
+    expected = {token for token in [*range(1, 25), *range(30, 50)] if is_held_out(words(*([token] * 9)), 0.3)}
+    assert set(first_tokens(data.evaluation)) == expected
+    assert len(data.evaluation) == len(expected) > 5
+    assert set(first_tokens(data.samples(300, seed=0))) == {*range(1, 25), *range(30, 50)} - expected
     assert opened(options).evaluation is None
 
 
@@ -109,19 +109,21 @@ def test_the_fingerprint_is_that_of_the_samples(options, tmp_path):
     again = (replace(options.sources[0], path=str(moved)), options.sources[1])
     assert opened(options, sources=again).fingerprint == first
     weighted = (replace(again[0], weight=2), again[1])
-    seen = [first, opened(options, sources=weighted).fingerprint]
-    seen += [opened(options, sources=again, **changes).fingerprint for changes in ({"length": 9}, {"held_out": 0.3})]
-    seen += [opened(options, sources=again, separate_documents=True).fingerprint]
+    fingerprints = [first, opened(options, sources=weighted).fingerprint]
+    fingerprints += [
+        opened(options, sources=again, **changes).fingerprint for changes in ({"length": 9}, {"held_out": 0.3})
+    ]
+    fingerprints += [opened(options, sources=again, separate_documents=True).fingerprint]
     write_jsonl(moved, ["w5 w6", *[words(*([token] * 9)) for token in range(1, 25)]])
-    seen += [opened(options, sources=again).fingerprint]
-    assert len(set(seen)) == len(seen)
+    fingerprints += [opened(options, sources=again).fingerprint]
+    assert len(set(fingerprints)) == len(fingerprints)
 
 
 def test_progress_names_the_source(options):
-    told = []
-    open_data(options, separating_tokenizer(), 61, lambda *progress: told.append(progress))
-    assert [source for source, _, _ in told] == [source.path for source in options.sources]
-    assert all(done == total > 0 for _, done, total in told)
+    reports = []
+    open_data(options, separating_tokenizer(), 61, lambda *progress: reports.append(progress))
+    assert [source for source, _, _ in reports] == [source.path for source in options.sources]
+    assert all(done == total > 0 for _, done, total in reports)
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ def averaged_run(folder: Path, name: str = KNOCKING, **changes: Any) -> Recipe:
 
 
 def checkpoints(output: str | Path, file: str = "model.safetensors") -> list[dict[str, torch.Tensor]]:
-    """Those of all steps, in float64."""
+    """Return the tensors of all checkpoints in float64, in the order of steps."""
     folders = sorted(Path(output).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     return [{name: part.double() for name, part in load_file(folder / file).items()} for folder in folders]
 
 
 def expected_average(before: dict[str, torch.Tensor], output: str | Path) -> dict[str, torch.Tensor]:
-    """From the initial weights and the trained ones behind each step."""
+    """Return the average over the initial weights and the weights after each step."""
     average = {name: part.double() for name, part in before.items()}
-    for found in checkpoints(output):
-        average = {name: DECAY * part + (1 - DECAY) * found[name] for name, part in average.items()}
+    for weights_of_step in checkpoints(output):
+        average = {name: DECAY * part + (1 - DECAY) * weights_of_step[name] for name, part in average.items()}
     return average
 
 
@@ -51,10 +51,10 @@ def initial(recipe: Recipe) -> dict[str, torch.Tensor]:
     return load_file(Path(str(recipe.model.path), "model.safetensors"))
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, part in expected.items():
-        torch.testing.assert_close(found[name].double(), part, rtol=0, atol=1e-6)
+        torch.testing.assert_close(result[name].double(), part, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("trainable", ["all", "mixers"])
@@ -62,14 +62,14 @@ def test_the_result_is_the_average(trainable: str, tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path, trainable=trainable)
     assert recipe.batch_size == 2 * recipe.train.micro_batch  # one update for two micro batches
     train(recipe)
-    before, found, steps = initial(recipe), weights(recipe), checkpoints(recipe.output)
+    before, result, steps = initial(recipe), weights(recipe), checkpoints(recipe.output)
     assert len(steps) == recipe.steps == 4
-    assert_close(found, expected_average(before, recipe.output))
+    assert_close(result, expected_average(before, recipe.output))
     trained = {name for name in before if trainable == "all" or ".mixers." in name}
     assert set(checkpoints(recipe.output, "average.safetensors")[-1]) == trained
-    for name, part in found.items():
+    for name, part in result.items():
         assert torch.equal(part, before[name]) == (name not in trained), name
-    assert any((found[name].double() - steps[-1][name]).abs().max() > 1e-4 for name in trained)
+    assert any((result[name].double() - steps[-1][name]).abs().max() > 1e-4 for name in trained)
 
 
 def test_the_drift_is_that_of_the_average(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_lora_is_averaged_before_it_is_merged(tmp_path: Path) -> None:
     """The product of averaged factors, not the average of products."""
     recipe = averaged_run(tmp_path, LORA, lora=LoraOptions(2, 4.0))
     train(recipe)
-    average, before, found = checkpoints(recipe.output, "average.safetensors")[-1], initial(recipe), weights(recipe)
+    average, before, result = checkpoints(recipe.output, "average.safetensors")[-1], initial(recipe), weights(recipe)
     layer = "model.layers.0.self_attn.q_proj"
     down, up = (average[f"base_model.model.{layer}.lora_{part}.default.weight"] for part in "AB")
     expected = before[f"{layer}.weight"].double() + 4.0 / 2 * up @ down
-    torch.testing.assert_close(found[f"{layer}.weight"].double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result[f"{layer}.weight"].double(), expected, rtol=0, atol=1e-6)
 
 
 def test_an_average_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -163,5 +163,5 @@ def test_two_processes(tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path)
     run = Run(recipe, tmp_path, "two")
     run.finish(2, "train.micro_batch=1")
-    found = load_file(run.output / "model" / "model.safetensors")
-    assert_close(found, expected_average(initial(recipe), run.output))
+    result = load_file(run.output / "model" / "model.safetensors")
+    assert_close(result, expected_average(initial(recipe), run.output))
