@@ -33,17 +33,13 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas, instead of a suite.")
     ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Directory with YAML files of your own tasks, for --tasks.")
-    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Directory with your own tasks as YAML files.")] = None,
     data: DataOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Number of items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto for the largest that fits into memory.")] = "auto",
-    backend: Annotated[
-        str, typer.Option(help="hf (transformers) or vllm, which must be installed in this environment.")
-    ] = HF,
+    backend: Annotated[str, typer.Option(help="hf (transformers), or vllm if installed in this environment.")] = HF,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare each further model with the first on the same items.")
     ] = False,
@@ -52,10 +48,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
-            "--trust-remote-code",
-            help="Run code in the folder of a model; with --backend vllm also needed for crosshead's code.",
-        ),
+        typer.Option("--trust-remote-code", help="Run a model's own code; with --backend vllm, also crosshead's."),
     ] = False,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks that run code which the model writes.")

@@ -20,9 +20,7 @@ def sweep(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value of the recipe: section.key=value. Repeatable.")
     ] = None,
-    toy: Annotated[
-        Path | None, typer.Option(help="Run a toy-sized copy of the recipe in this new or empty folder.")
-    ] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run a toy-sized copy in this new or empty folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compare learning rates in short runs.

@@ -19,9 +19,7 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value of the recipe: section.key=value. Repeatable.")
     ] = None,
-    toy: Annotated[
-        Path | None, typer.Option(help="Run a toy-sized copy of the recipe in this new or empty folder.")
-    ] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run a toy-sized copy in this new or empty folder.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print parameters, FLOPs and memory of the run, and stop.")
     ] = False,
