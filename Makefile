@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-quantized test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-newest test-newest-all test-quantized test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -45,18 +45,25 @@ test-all: $(READY) ## every test there is, slow ones too, in each environment; b
 	$(MAKE) --no-print-directory test-vllm
 	$(MAKE) --no-print-directory test-llama-cpp
 	$(MAKE) --no-print-directory test-oldest-all
+	$(MAKE) --no-print-directory test-newest-all
 	$(MAKE) --no-print-directory test DEFAULT=--ignore=tests/engines
 
-# The oldest supported transformers, and a huggingface_hub that it accepts, in front of the newest ones.
+# The oldest and the newest supported transformers, in front of the one in constraints.txt.
 test-oldest: build/oldest/ready ## tests of models and conversions, with the oldest supported transformers
 	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion -m "oldest and not slow" $(ARGS)
 
 test-oldest-all: build/oldest/ready ## all tests of models and conversions, with the oldest supported transformers
 	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion $(ARGS)
 
-build/oldest/ready: $(READY) constraints-oldest.txt
+test-newest: build/newest/ready ## tests of models and conversions, with the newest supported transformers
+	PYTHONPATH=build/newest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion -m "oldest and not slow" $(ARGS)
+
+test-newest-all: build/newest/ready ## all tests of models and conversions, with the newest supported transformers
+	PYTHONPATH=build/newest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion $(ARGS)
+
+build/oldest/ready build/newest/ready: build/%/ready: $(READY) constraints-%.txt
 	rm -rf $(@D)
-	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) -r constraints-oldest.txt
+	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) -r constraints-$*.txt
 	touch $@
 
 # Apart from the other tests: with torchao installed, whatever imports peft writes warnings of torchao's on stderr.

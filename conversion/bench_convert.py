@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zlib import crc32
 
 import torch
 from transformers import LlamaConfig
@@ -137,7 +138,7 @@ def _entries(config: Any) -> dict[str, Entry]:
 
 def _random(entry: Entry) -> torch.Tensor:
     """Return small random values (bf16), seeded by the tensor's name."""
-    generator = torch.Generator().manual_seed(sum(entry.name.encode()))
+    generator = torch.Generator().manual_seed(crc32(entry.name.encode()))
     return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
 

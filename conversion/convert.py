@@ -184,7 +184,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         source=source,
         source_config=stock,
         options=options.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
-        minimum_bytes=minimum_size(source.store, dropped, options.stored_dtype),
+        minimum_bytes=minimum_size(stock, source.store, dropped, options.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
         tolerance=_tolerance(source, target, options, bool(kinds)) if is_neutral else None,

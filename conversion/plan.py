@@ -6,7 +6,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.attention_names import attention_names
+from .architectures.attention_names import attention_layers, attention_names
 from .architectures.families import CROSS_BIAS, FUSED_EXPERTS, INVERSE_FREQUENCIES, NEXT_TOKENS, OTHER_HEADS, Shapes
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
@@ -144,11 +144,14 @@ def make_plan(
     return Plan(config, shards, replaced | dict(dropped), rewrites, decisions or {})
 
 
-def minimum_size(store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
-    """Return a lower bound of the target's size in bytes: all tensors except key and value projections."""
-    omitted = set(dropped)
+def minimum_size(config: Any, store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
+    """Return a lower bound of the target's size in bytes: all tensors outside attention layers."""
+    omitted, attention = (
+        set(dropped),
+        tuple(attention_names(config, layer).prefix for layer in attention_layers(config)),
+    )
     return sum(
         replace(entry, dtype=entry.dtype_in(dtype)).size
         for name, entry in store.entries.items()
-        if name not in omitted and "k_proj" not in name and "v_proj" not in name
+        if name not in omitted and not name.startswith(attention)
     )

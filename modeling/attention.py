@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .cache import update_cache
+from .cache import CACHE, update_cache
 from .configuration import shared_layout
 from .mechanisms import MECHANISMS
 from .mechanisms.base import AttentionState
@@ -31,6 +31,7 @@ class CrossheadAttention(nn.Module):
     scaling: float
     is_causal: bool
     sliding_window: int | None = None
+    mixers: Any
     rotate = staticmethod(apply_rotary_pos_emb)
     q_proj: Any
     k_proj: Any
@@ -87,21 +88,23 @@ class CrossheadAttention(nn.Module):
         value = split_heads(self.v_proj(source), self.value_dim)
         state = AttentionState(hidden_states, source, query, key, value, position_bias)
 
-        mechanisms: Any = self.mixers
         for name in self.mapping_order:
-            mechanisms[name].before_rope(state)
+            self.mixers[name].before_rope(state)
         if self.has_key_norm:
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
             state.query, state.key = self.rotate(state.query, state.key, *position_embeddings)
-        if past_key_values is not None:
-            update_cache(state, past_key_values, self.layer_idx, self.wide_cache)
+        cache, paged = kwargs.pop(CACHE, past_key_values), "write_index" in kwargs  # paged: in continuous batching
+        if cache is not None and not paged:
+            update_cache(state, cache, self.layer_idx, self.wide_cache)
         masked = attention_mask is not None or position_bias is not None
-        implementation = self._attention_function(state, masked, kwargs)
+        implementation = self.config._attn_implementation if paged else self._attention_function(state, masked, kwargs)
         if state.position_bias is not None:
             attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
-            mechanisms[name].after_cache(state)
+            self.mixers[name].after_cache(state)
+        if cache is not None and paged:  # it stores combined heads
+            state.key, state.value = cache.update(state.key, state.value, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation or "eager", eager_attention_forward
@@ -120,16 +123,14 @@ class CrossheadAttention(nn.Module):
         )
         attn_output = attn_output.reshape(*input_shape, -1, self.output_dim)
         for name in self.output_order:
-            attn_output = mechanisms[name].head_outputs(attn_output, state)
+            attn_output = self.mixers[name].head_outputs(attn_output, state)
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """Return the function of the first mechanism that chooses one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
-        is_paged = kwargs.get("cache") is not None  # in continuous batching
-        for name in self.output_order if not is_paged else ():
-            mechanism: Any = self.mixers[name]
-            state.function = mechanism.attention_function(state, implementation, masked)
+        for name in self.output_order:
+            state.function = self.mixers[name].attention_function(state, implementation, masked)
             if state.function is not None:
                 return state.function
         return implementation

@@ -109,7 +109,7 @@ class MixersConfig(ConfigBase):
         "AutoModelForSequenceClassification": "ForSequenceClassification",
     }
     """Auto class -> suffix of the class that it loads, after `class_prefix`."""
-    keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:

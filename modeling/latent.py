@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .attention import CrossheadAttention
+from .cache import CACHE
 from .configuration import MixersConfig
 from .mechanisms.base import HeadLayout
 from .ops import HeadRMSNorm
@@ -141,7 +142,7 @@ class LatentAttention(CrossheadAttention):
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)  # (B, 1, T, size)
         latent, (_, rotary) = self.kv_a_layernorm(latent), self.apply_rotary(rotary, rotary, *positions)
-        if past_key_values is not None:
-            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        if (cache := kwargs.pop(CACHE, past_key_values)) is not None:
+            latent, rotary = cache.update(latent, rotary, self.layer_idx)
         expanded = torch.cat([heads.transpose(1, 2).flatten(2) for heads in self.expand_kv(latent, rotary)], dim=-1)
         return super().forward(hidden_states, positions, attention_mask, key_value_states=expanded, **kwargs)

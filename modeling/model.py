@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, maybe_install_ca
 
 from .attention import CrossheadAttention, HeadScale
 from .backends import logger
+from .cache import CACHE
 from .mechanisms import MECHANISMS
 from .mechanisms.base import AuxiliaryLoss, ParameterModule
 
@@ -51,8 +52,7 @@ def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
     items = kwargs.get("num_items_in_batch")
     if items is None:
         return 1.0
-    targets = kwargs.get("shift_labels")
-    targets = labels[..., 1:] if targets is None else targets
+    targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
     return targets.ne(IGNORED_LABEL).sum() / items
 
 
@@ -90,8 +90,7 @@ class CrossheadPreTrained(ModelBase):
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
         # Check before transformers looks for kernels on the Hub; it reports unknown names itself.
-        name = attn_implementation or "sdpa"
-        if name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
+        if (name := attn_implementation or "sdpa") in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
             for mechanism, settings in self.config.mechanisms().items():
                 MECHANISMS[mechanism].check_implementation(name, settings)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
@@ -166,31 +165,29 @@ class CrossheadCausalLM(CrossheadPreTrained):
         """Return logits and, with `labels`, the loss, auxiliary losses included."""
         if output_head_router_scores is None:
             output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
+        cache = kwargs.pop(CACHE, past_key_values)
         recorded = self.model.record_outputs() if labels is not None or output_head_router_scores else []
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            **{f"output_{name}": True for name in recorded},
+            **{CACHE: cache, **{f"output_{name}": True for name in recorded}},
             **kwargs,
         )
         slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
-        for name in recorded:
-            if not outputs.get(name):
-                raise RuntimeError(
-                    f"{type(self.model).__name__} recorded no {name}, so an auxiliary loss would be missing: "
-                    "shard or wrap the decoder layers and the whole model, not the backbone in between"
-                )
-        tokens = 0 if past_key_values is None else outputs.last_hidden_state.shape[1]  # [-0:] is the whole mask
+        if missing := [name for name in recorded if not outputs.get(name)]:
+            raise RuntimeError(
+                f"{type(self.model).__name__} recorded no {missing[0]}, so an auxiliary loss would be missing: "
+                "shard or wrap the decoder layers and the whole model, not the backbone in between"
+            )
+        tokens = 0 if cache is None else outputs.last_hidden_state.shape[1]  # [-0:] is the whole mask
         mask = attention_mask[:, -tokens:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         return CrossheadCausalLMOutput(
-            **self._losses(outputs, logits, labels, mask, kwargs),
+            **{CACHE: outputs.get(CACHE), **self._losses(outputs, logits, labels, mask, kwargs)},
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.get("router_logits"),
@@ -201,13 +198,12 @@ class CrossheadCausalLM(CrossheadPreTrained):
         """Return the losses by output field; `loss` is their weighted sum, or None without labels."""
         losses: dict[str, Any] = {"loss": None}
         if labels is not None:
-            vocabulary = self.config.vocab_size
-            losses["loss"] = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
+            losses["loss"] = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         for name, value, weight in self._auxiliary_losses(outputs, attention_mask):
             losses[name] = value
             if labels is not None:
-                share = share_of_batch(labels, kwargs)
-                losses["loss"] = losses["loss"] + weight * share * value.to(losses["loss"].device)
+                share = weight * share_of_batch(labels, kwargs)
+                losses["loss"] = losses["loss"] + share * value.to(losses["loss"].device)
         return losses
 
     def _get_static_cache_init_shape(self) -> Any:

@@ -14,7 +14,7 @@ from crosshead.demo import texts
 from crosshead.demo.making import conversions
 from crosshead.demo.run import NEEDED
 from crosshead.demo.sources import PACKED, fetch, to_stock
-from crosshead.demo.steps import Screen, Step, run_steps
+from crosshead.demo.steps import CONTINUE, Screen, Step, run_steps
 from demo_checks import check_made
 from encoder_toys import write_encoder
 from rules import ROOT
@@ -97,6 +97,19 @@ def test_a_step_that_was_stopped_goes_on_with_its_own_work_alone(tmp_path):
     assert len(list((tmp_path / ".work" / "b").iterdir())) == 1
     run_steps(steps_of(tmp_path, setting=3), tmp_path, Lines().screen)
     assert (tmp_path / "b").read_text() == "xx"
+
+
+def test_notes_of_a_step_are_replaced(tmp_path):
+    """A conversion's notes name options that the demo lacks."""
+
+    def make(work, progress):
+        error = KeyboardInterrupt()
+        error.add_note("add --restart")
+        raise error
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run_steps([Step("a", "a", (tmp_path / "a",), make)], tmp_path, Lines().screen)
+    assert stopped.value.__notes__ == [CONTINUE]
 
 
 def test_a_result_without_a_record_is_made_again(tmp_path):

@@ -79,7 +79,7 @@ class StreamedModel:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
         mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
-            config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
+            self.config, hidden, None, None, position_ids=positions
         )
         return layer(
             hidden,

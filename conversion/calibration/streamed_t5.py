@@ -88,8 +88,7 @@ class StreamedT5(StreamedModel):
             text, self._biases[ENCODER], _ = layer.block(text, None, bias)
             text = self._ended(layer, text)
         elif layer.part == DECODER:
-            config = self._model.decoder.config
-            mask = create_causal_mask(config=config, inputs_embeds=answer, attention_mask=None, past_key_values=None)
+            mask = create_causal_mask(self._model.decoder.config, answer, None, None)
             answer, self._biases[DECODER], _ = layer.block.layer[0](answer, attention_mask=mask, position_bias=bias)
         else:
             answer = layer.block.layer[1](answer, key_value_states=text)[0]

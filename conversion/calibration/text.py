@@ -17,6 +17,7 @@ from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
 from crosshead.common.plain_text import end_tokens, read_text, start_tokens
 from crosshead.common.progress import Advance, Progress
+from crosshead.modeling.cache import CACHE
 
 from ..architectures.families import FAMILIES, family_of
 from ..architectures.stacks import decodes
@@ -267,7 +268,7 @@ def sampled_text(
     with model.whole(resident) as module:
         while tokens.shape[1] < length:
             new_tokens = tokens[:, cached:].to(model.device)
-            logits = module(new_tokens, past_key_values=cache, use_cache=True).logits[:, -1, :known].cpu()
+            logits = module(new_tokens, **{CACHE: cache}, use_cache=True).logits[:, -1, :known].cpu()
             cached = tokens.shape[1]
             tokens = torch.cat([tokens, _sample(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(cached + 1, length)

@@ -45,9 +45,11 @@ def substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
     original = {name: attention.get_parameter(name).data for name in tensors}
     for name, tensor in tensors.items():
         attention.get_parameter(name).data = tensor.to(original[name])
-    yield
-    for name, tensor in original.items():
-        attention.get_parameter(name).data = tensor
+    try:
+        yield
+    finally:
+        for name, tensor in original.items():
+            attention.get_parameter(name).data = tensor
 
 
 @dataclass

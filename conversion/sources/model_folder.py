@@ -194,9 +194,15 @@ def check_record(folder: Path, overwrite: bool) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a conversion; empty if the file is missing or is not such a record."""
+    """Return the record of a conversion; empty if the file is missing. `ConversionError` for any other file."""
+    if not path.exists():
+        return {}
     content = _read_json(path)
-    return content if _is_record(content) else {}
+    if not _is_record(content):
+        raise ConversionError(
+            f"{path} is not a complete record of a conversion: restore it, or remove it to compare without it"
+        )
+    return content
 
 
 def _is_record(content: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.engines import verify_in_engine
 from crosshead.evals.harness.evaluate import evaluate
 from crosshead.evals.open_model import load_model, open_model
+from crosshead.modeling.cache import CACHE
 
 PROMPT = "The sun rises in the east and sets in the west. At night"
 NEW_TOKENS = 24
@@ -56,7 +57,7 @@ def decoded(name: str) -> dict[str, Any]:
         return_dict_in_generate=True,
         use_cache=True,
     )
-    layers = output.past_key_values.layers
+    layers = output[CACHE].layers
     size = sum(part.nbytes for layer in layers for part in (layer.keys, layer.values))
     tokens = layers[0].get_seq_length()
     new = output.sequences[0, prompt["input_ids"].shape[1] :]

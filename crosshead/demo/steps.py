@@ -18,6 +18,8 @@ RECORD = "demo.json"
 """File with the record of the finished steps and the table of results."""
 WORK = ".work"
 """Folder for the files of unfinished steps, from which an interrupted step continues."""
+CONTINUE = "finished work is kept: repeat the command to continue"
+"""Note of an error in a step."""
 DIGITS = 16
 """Number of hexadecimal digits of a fingerprint."""
 Make = Callable[[Path, Progress], object]
@@ -127,7 +129,11 @@ def _timed(step: Step, work: Path, screen: Screen) -> dict[str, float]:
     """Run a step; return its wall-clock and CPU seconds, including child processes."""
     begun, before = time.perf_counter(), sum(os.times()[:4])
     with screen.watch() as show:
-        step.make(work, show)
+        try:
+            step.make(work, show)
+        except BaseException as error:
+            error.__notes__ = [CONTINUE]  # notes of the step itself name options of other commands
+            raise
     seconds = time.perf_counter() - begun
     screen.tell(f"      {seconds:.0f} s")
     return {"seconds": round(seconds, 1), "cpu_seconds": round(sum(os.times()[:4]) - before, 1)}

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from crosshead.common.errors import EvalError
 from crosshead.modeling.backbones.llama import CrossheadLlamaForCausalLM
+from crosshead.modeling.cache import CACHE
 
 from .case import SEED
 from .pairs import Run
@@ -76,14 +77,14 @@ def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
     model = build_model(ours, tokens=tokens, **shape).eval()
     cache, token = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long)
     with torch.no_grad():
-        past = model(token).past_key_values
+        past = model(token)[CACHE]
     for index, layer in enumerate(past.layers):  # the mechanism decides how many heads a layer caches
         keys, values = (torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (layer.keys, layer.values))
         cache.update(keys, values, index)
 
     @torch.no_grad()
     def run() -> object:
-        output = model(token, past_key_values=cache)
+        output = model(token, **{CACHE: cache})
         cache.crop(-1)
         return output
 
@@ -111,7 +112,7 @@ def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
 
     @torch.no_grad()
     def count() -> float:
-        layers = model(ids).past_key_values.layers
+        layers = model(ids)[CACHE].layers
         return float(sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)))
 
     return count

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from crosshead.modeling.cache import CACHE
+
 from .counting import TRAINING_PASSES, Cost, multiplications, on_meta, work
 from .dit_config import DiTConfig
 from .encoder import NO_CACHE, dit_cost, encoder_cost, image_tokens
@@ -129,7 +131,7 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
     def run(tokens: int, cache: DynamicCache) -> None:
         hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
         rotary = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
-        attention(hidden, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
+        attention(hidden, position_embeddings=rotary, attention_mask=None, **{CACHE: cache})
 
     one_token, past = DynamicCache(config=config), DynamicCache(config=config)
     run(1, one_token)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from crosshead.modeling.cache import CACHE
+
 from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, work
 
 
@@ -21,12 +23,12 @@ def seq2seq_cost(model: Any, length: int) -> Cost:
     prefill = multiplications(lambda: model(source, decoder_input_ids=first, use_cache=True))
     with torch.no_grad():
         outputs = model(source, decoder_input_ids=past, use_cache=True)
-    cache, encoded = outputs.past_key_values, (outputs.encoder_last_hidden_state,)
+    cache, encoded = outputs[CACHE], (outputs.encoder_last_hidden_state,)
     target = _bytes(cache.self_attention_cache) // past.shape[1]
     cross = _bytes(cache.cross_attention_cache) // length
     if length == 1:  # no target token is cached
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
-    options = {"encoder_outputs": encoded, "past_key_values": cache, "use_cache": True}
+    options = {"encoder_outputs": encoded, CACHE: cache, "use_cache": True}
     decode = multiplications(lambda: model(decoder_input_ids=first, **options))
     counts = parameter_counts(model)
     # T5 1.1 and FLAN-T5 store an LM head of their own; a model that is created from the config does not have it.

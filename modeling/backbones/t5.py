@@ -11,6 +11,7 @@ from transformers import T5Config
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..attention import CrossheadAttention
+from ..cache import CACHE
 from ..configuration import MixersConfig, complete_mixers, layer_settings
 from ..encoder import (
     CrossheadSeq2SeqLMOutput,
@@ -138,14 +139,14 @@ class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the outputs, the position bias for the following layers, and the attention weights if available."""
-        cache = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            cache = past_key_values.self_attention_cache
+        cache = both = kwargs.pop(CACHE, past_key_values)
+        if isinstance(both, EncoderDecoderCache):
+            cache = both.self_attention_cache
             if key_value_states is not None:
-                cache = past_key_values.cross_attention_cache
-                if past_key_values.is_updated.get(self.layer_idx):
+                cache = both.cross_attention_cache
+                if both.is_updated.get(self.layer_idx):
                     cache, key_value_states = StoredKeys(cache), key_value_states[:, :0]
-                past_key_values.is_updated[self.layer_idx] = True
+                both.is_updated[self.layer_idx] = True
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._position_bias(hidden_states.shape[1], cache)
         output, weights = super().forward(hidden_states, None, mask, cache, key_value_states, position_bias, **kwargs)

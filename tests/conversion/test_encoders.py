@@ -16,6 +16,9 @@ from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.conversion.calibration.streamed import stream
 from crosshead.conversion.compress import fitted_router
 from crosshead.conversion.compress.layer_probe import probe_layers
+from crosshead.conversion.convert import resolve
+from crosshead.conversion.options import Options
+from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
 from image_toys import write_image_model
@@ -74,6 +77,15 @@ def test_fewer_component_heads(backbone, tmp_path):
     report = crosshead.convert(source, tmp_path / "made", mixers)
     assert not report["verification"]["must_equal"]
     assert 0.5 < report["verification"]["token_cosine"] < 1
+
+
+def test_the_minimum_size_is_below_the_written_size(tmp_path):
+    source = write_encoder(tmp_path / "source")
+    mixers = {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False, "method": "svd"}}
+    crosshead.convert(source, tmp_path / "made", mixers, verify=False)
+    written = sum(path.stat().st_size for path in (tmp_path / "made").glob("*.safetensors"))
+    minimum = resolve(open_source(source, scratch=tmp_path), mixers, Options()).minimum_bytes
+    assert 0.5 * written < minimum < written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

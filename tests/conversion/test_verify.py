@@ -208,6 +208,19 @@ def test_what_was_trained_since_need_not_be_equal(unloaded, tmp_path):
     assert json.loads((model / "conversion.json").read_text())["verification"] == measured
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"tensors": {}}', "[]"])
+def test_a_damaged_record_is_an_error(unloaded, tmp_path, content):
+    source = write_stock(tmp_path / "source")
+    crosshead.convert(source, tmp_path / "made", LINEAR, verify=False)
+    record = tmp_path / "made" / "conversion.json"
+    record.write_text(content)
+    with pytest.raises(ConversionError, match=r"made/conversion\.json"):
+        crosshead.verify(source, tmp_path / "made")
+    assert record.read_text() == content
+    record.unlink()
+    assert "changed_since_conversion" not in crosshead.verify(source, tmp_path / "made")["verification"]["tensors"]
+
+
 def test_progress_tells_of_the_bytes_that_are_checked(unloaded, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)

@@ -150,6 +150,12 @@ def test_without_rates(recipe):
         sweep(replace(recipe, sweep=None))
 
 
+def test_the_command_without_rates_writes_no_toy(tmp_path, monkeypatch, capfd):
+    status, _, err = run(capfd, monkeypatch, f"sweep small/smollm2_knocking --toy {tmp_path / 'toy'}")
+    assert status == 1 and "`sweep`" in err
+    assert not (tmp_path / "toy").exists()
+
+
 def attempt(rate, fitted, error=0.001, stable=True):
     """Return a finished attempt with this fitted loss."""
     law = ScalingLaw(tokens=0.0, exponent=1.0, floor=fitted, error=error)
