@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.torch_state import check_device
-from crosshead.common.validation import explained
+from crosshead.common.validation import first_error_message
 from crosshead.common.yaml_text import read_yaml
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
@@ -32,7 +32,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Value of the option --dtype -> dtype name in safetensors."""
 DATASET = "datasets:"
 """Prefix of a --calibration value that names a dataset on the Hub."""
-UserPath = Annotated[Path, AfterValidator(expanded)]
+UserPath = Annotated[Path, AfterValidator(expand_home)]
 """A path that may begin with `~`."""
 PATHS = ("calibration", "save_calibration")
 """Options that are paths."""
@@ -72,7 +72,7 @@ class Options(BaseModel):
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            raise ConversionError(explained(error, ["mixers", *cls.model_fields], where)) from None
+            raise ConversionError(first_error_message(error, ["mixers", *cls.model_fields], where)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -282,7 +282,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
         if isinstance(value := content.get(key), str) and not is_dataset(value):
-            content[key] = path.parent / expanded(value)
+            content[key] = path.parent / expand_home(value)
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
     return options | (
         {"mixers": {name: mixer_options or {} for name, mixer_options in mixers.items()}} if mixers else {}

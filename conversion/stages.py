@@ -12,14 +12,14 @@ from typing import Any, Self
 
 import torch
 
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Progress
 
 from .plan import Plan
 from .sources.model_folder import RECORD, check_record, record_file, store_digest, versions, write_json
 from .sources.resolve import Source
 from .verification.tolerances import Tolerance
-from .verification.verify import cache_of, read_sample, verify_folder
+from .verification.verify import kv_cache_bytes, read_sample, verify_folder
 from .writing.atomic_output import atomic_output, check_apart, check_target
 from .writing.writer import write_model
 
@@ -77,7 +77,7 @@ def run(
     The target is prepared in a working directory. The files of an unfinished run of the same request are reused,
     unless `restart` discards them.
     """
-    source, out = request.source, expanded(out)
+    source, out = request.source, expand_home(out)
     for path in source.store.places:
         check_apart(path, out)
     if plan_only:
@@ -115,8 +115,8 @@ def plan_report(request: Request, plan: Plan) -> dict[str, Any]:
     entries = {step.entry.name: step.entry for step in plan.steps}
     return summary(request, plan) | {
         "bytes": plan.size,
-        "kv_bytes_per_token_before": cache_of(request.source_config, request.source.store.entries),
-        "kv_bytes_per_token_after": cache_of(plan.config, entries),
+        "kv_bytes_per_token_before": kv_cache_bytes(request.source_config, request.source.store.entries),
+        "kv_bytes_per_token_after": kv_cache_bytes(plan.config, entries),
         "tensors": {
             step.entry.name: {"fate": step.action, "dtype": step.entry.dtype, "shape": list(step.entry.shape)}
             for step in plan.steps

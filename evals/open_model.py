@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.model_places import check_layers, expanded, model_label, placed, split_revision
+from crosshead.common.model_location import check_layers, expand_home, model_label, placed, split_revision
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -49,7 +49,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
 
 def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     """Open a model of any kind, without its tokenizer."""
-    path, hub = expanded(name), split_revision(name)[0]
+    path, hub = expand_home(name), split_revision(name)[0]
     if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or hub.count("/") > 1):
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():

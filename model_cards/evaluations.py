@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import CardError
-from crosshead.common.model_places import expanded, model_label
+from crosshead.common.model_location import expand_home, model_label
 
 EVALUATION = "evaluation.json"
 """File in the model folder with the scores on its card, without paths of this machine."""
@@ -61,7 +61,7 @@ def _is_model(model: Mapping[str, Any], folder: Path, fingerprint: str | None) -
 
 
 def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
-    return expanded(model["model"]).resolve() == folder.resolve()
+    return expand_home(model["model"]).resolve() == folder.resolve()
 
 
 def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, matches: int) -> str:
@@ -80,7 +80,7 @@ def _outdated(folder: Path) -> str:
 
 def label(name: str) -> str:
     """The short name of a model, also of a folder that no longer exists."""
-    path = expanded(name)
+    path = expand_home(name)
     return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from crosshead.common.errors import CardError
 from crosshead.common.fingerprint import model_fingerprint
-from crosshead.common.model_places import RESULT, TRAINING
+from crosshead.common.model_location import RESULT, TRAINING
 
 from .evaluations import EVALUATION, check_evaluations, model_results
 

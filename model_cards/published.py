@@ -13,7 +13,7 @@ from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
 from crosshead.common.errors import CardError, FolderError
-from crosshead.common.model_places import expanded, foreign_link
+from crosshead.common.model_location import expand_home, foreign_link
 
 from .card import README, check_card
 from .facts import CONFIG, read_json
@@ -214,7 +214,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _directories(folder: Path) -> list[str]:
     """The directories of the model, of this process and of the user, at least two levels below the root."""
-    directories = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
+    directories = {folder.resolve(), folder.resolve().parent, Path.cwd(), expand_home("~")}
     return sorted(str(directory) for directory in directories if len(directory.parts) > 2)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import CardError
-from crosshead.common.model_places import TRAINING
+from crosshead.common.model_location import TRAINING
 
 from .card import card_text
 from .evaluations import EVALUATION

@@ -117,13 +117,13 @@ class CrossheadBackbone(CrossheadPreTrained):
         self._check_config(config)
         super().__init__(config, **options)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         """Yield (layer index, parent module, attribute name) of each attention module."""
         return ((index, layer, "self_attn") for index, layer in enumerate(self.layers))
 
     def post_init(self) -> None:
         """Replace stock attention modules before weights are initialised."""
-        for index, parent, name in self._attention_places():
+        for index, parent, name in self._attention_modules():
             if self.config.mixers_of_layer(index) and not isinstance(getattr(parent, name), CrossheadAttention):
                 setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()

@@ -13,7 +13,7 @@ from typing import Any
 
 from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.common.errors import RecipeError
-from crosshead.common.model_places import split_revision
+from crosshead.common.model_location import split_revision
 from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 

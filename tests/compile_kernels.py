@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from crosshead.modeling.kernels.routed_decode_triton import attend_to_chosen
-from crosshead.modeling.kernels.routed_triton import attend_chosen
+from crosshead.modeling.kernels.routed_decode_triton import decode_selected
+from crosshead.modeling.kernels.routed_triton import attend_selected
 from crosshead.modeling.kernels.talking_triton import TILES, TalkingCall, attend_in_tiles, fits
 
 TOKENS, PAST, HEADS, GROUPS = 61, 1101, 8, 2
@@ -53,7 +53,7 @@ def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
     heads = [torch.zeros(1, n, TOKENS, features, dtype=dtype, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
     chosen = torch.ones(1, TOKENS, HEADS, dtype=torch.bool)
     mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
-    output = attend_chosen(*heads, chosen, mask, 0.1, True)
+    output = attend_selected(*heads, chosen, mask, 0.1, True)
     torch.autograd.grad(output, heads, torch.zeros_like(output))
 
 
@@ -62,7 +62,7 @@ def token(dtype: torch.dtype, features: int, masked: bool) -> None:
     query, past = torch.zeros(1, HEADS, 1, features, dtype=dtype), (1, GROUPS, PAST, features)
     key, value = torch.zeros(past, dtype=dtype), torch.zeros(past, dtype=dtype)
     mask = torch.ones(1, 1, PAST, dtype=torch.bool) if masked else None
-    attend_to_chosen(query, key, value, torch.ones(1, 1, HEADS, dtype=torch.bool), mask, 0.1)
+    decode_selected(query, key, value, torch.ones(1, 1, HEADS, dtype=torch.bool), mask, 0.1)
 
 
 def talking(heads: int, own: bool, size: int, masked: bool) -> None:

@@ -71,7 +71,7 @@ def routes(sizes: Sizes, heads: int, shared: int = 0) -> torch.Tensor:
     return torch.rand(sizes[0], sizes[1], heads) < share
 
 
-def seen_under(kind: str, sizes: Sizes, mask: torch.Tensor | None) -> torch.Tensor:
+def allowed_keys(kind: str, sizes: Sizes, mask: torch.Tensor | None) -> torch.Tensor:
     """Return which keys each query may attend to (B, T, S), given a mask of MASKS or None."""
     if mask is not None:
         return mask.expand(sizes)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from crosshead.common.atomic_write import check_targets, write_whole
+from crosshead.common.atomic_write import check_targets, write_atomically
 from crosshead.common.errors import EvalError
 
 
@@ -12,7 +12,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a.json").write_text("old")
     (tmp_path / "link.json").symlink_to(tmp_path / "there" / "a.json")
-    write_whole({tmp_path / "link.json": "new", tmp_path / "b.json": "second"})
+    write_atomically({tmp_path / "link.json": "new", tmp_path / "b.json": "second"})
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "there" / "a.json").read_text() == "new"
     assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["a.json", "b.json", "link.json"]

@@ -9,7 +9,7 @@ import pytest
 import crosshead
 from broken import edit_json, run
 from crosshead.common.access_tokens import TOKEN
-from crosshead.common.atomic_write import write_whole
+from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import ConversionError, EvalError, FolderError, RecipeError, one_line
 from crosshead.common.yaml_text import parse_yaml
 from crosshead.conversion.sources.model_folder import write_json
@@ -119,11 +119,11 @@ def test_a_planted_link_is_not_written_through(workspace):
     for name in (".conversion.json.partial", ".README.md.partial"):
         (workspace / "made" / name).symlink_to(private)
     write_json(workspace / "made/conversion.json", {})
-    write_whole({workspace / "made/README.md": "text"})
+    write_atomically({workspace / "made/README.md": "text"})
     assert private.read_text() == "mine"
     (workspace / "made/report.md").symlink_to(workspace / "not there")
     with pytest.raises(EvalError, match=r"report\.md is a broken link"):
-        write_whole({workspace / "made/report.md": "text"})
+        write_atomically({workspace / "made/report.md": "text"})
 
 
 def test_forms_of_tokens():

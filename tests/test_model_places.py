@@ -7,7 +7,7 @@ import torch
 
 import toys
 from crosshead.common.errors import EvalError, RecipeError
-from crosshead.common.model_places import model_label, placed, split_revision
+from crosshead.common.model_location import model_label, placed, split_revision
 from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.trainer import models

@@ -60,7 +60,7 @@ class Run:
         """Return the combined log (stdout and stderr) of all sessions."""
         return self._log.read_text()
 
-    def kill_behind(self, step: int, delay: float, processes: int = 1) -> bool:
+    def kill_after(self, step: int, delay: float, processes: int = 1) -> bool:
         """Run a session, kill it `delay` seconds after a step; return False if it finished before."""
         started = self.start(processes)
         self._await(step, started)
@@ -69,7 +69,7 @@ class Run:
             process.send_signal(signal.SIGKILL)
         return set(_statuses(started)) != {0}
 
-    def stop_behind(self, step: int, number: signal.Signals, processes: int = 1) -> list[int]:
+    def stop_after(self, step: int, number: signal.Signals, processes: int = 1) -> list[int]:
         """Run a session, send a signal to its last rank after a step; return the exit statuses."""
         started = self.start(processes)
         self._await(step, started)
@@ -122,7 +122,7 @@ def kill_at_random(run: Run, kills: int, steps: int, processes: int, seed: int) 
     generator, killed = random.Random(seed), 0
     losses_by_step: dict[int, set[float]] = defaultdict(set)
     for step in sorted(generator.sample(range(1, steps), kills)):
-        killed += run.kill_behind(step, generator.uniform(0, LATEST), processes)
+        killed += run.kill_after(step, generator.uniform(0, LATEST), processes)
         for done, loss in run.losses().items():
             losses_by_step[done].add(loss)
     run.finish(processes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .families import PREFIX, architecture_of, family_of
-from .stacks import places_of
+from .stacks import layer_parts
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def attention_names(config: Any, layer: int) -> AttentionNames:
     """Return the names of a layer's attention tensors."""
     family = family_of(config)
     if family.stacks:
-        part, inner = places_of(config)[layer]
+        part, inner = layer_parts(config)[layer]
         return AttentionNames(family.stacks[part].format(layer=inner), family.parts or {})
     base = "" if architecture_of(config).endswith("Model") else f"{config.model_type.removeprefix(PREFIX)}."
     group, inner = divmod(layer, getattr(config, "inner_group_num", 1))
@@ -50,7 +50,7 @@ def attention_names(config: Any, layer: int) -> AttentionNames:
 
 def attention_layers(config: Any) -> range:
     """Return the indices of attention layers with separate weights; for a T5, in the order of the forward pass."""
-    if places := places_of(config):
+    if places := layer_parts(config):
         return range(len(places))
     shared = getattr(config, "num_hidden_groups", None)
     return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)

@@ -15,7 +15,7 @@ def predicts_tokens(config: Any) -> bool:
     return not family_of(config).is_encoder or architecture_of(config).endswith("ForConditionalGeneration")
 
 
-def places_of(config: Any) -> list[tuple[str, int]]:
+def layer_parts(config: Any) -> list[tuple[str, int]]:
     """Return (part, index within the part) of each attention layer of a T5; empty for other models."""
     family = family_of(config)
     return family.crosshead.places(config) if family.stacks else []
@@ -24,6 +24,6 @@ def places_of(config: Any) -> list[tuple[str, int]]:
 def parts_of(config: Any) -> dict[str, list[int]]:
     """Return the parts of a T5 -> indices of their attention layers; empty for other models."""
     parts: dict[str, list[int]] = {}
-    for layer, (part, _) in enumerate(places_of(config)):
+    for layer, (part, _) in enumerate(layer_parts(config)):
         parts.setdefault(part, []).append(layer)
     return parts

@@ -28,7 +28,7 @@ from ..compress.reorder_heads import HeadUse
 from ..compress.virtual_heads import ComponentHeads
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
-from ..writing.shard_writer import digest_of, write_growing
+from ..writing.shard_writer import digest_of, write_streamed
 from .head_statistics import HeadStatistics, fast_products, full_products
 from .streamed import stream
 from .streamed_model import StreamedModel
@@ -99,19 +99,19 @@ class Observers:
                 shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes_of_kind[kind].items()}
         return shapes
 
-    def solved_shapes(self) -> Shapes:
+    def fitted_shapes(self) -> Shapes:
         """Return the names and shapes of the fitted tensors in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             for counts in self.fitted_counts(layer):
-                solved = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
+                solved = ComponentHeads(layout, counts).shapes_of_fitted(self.biased)
                 shapes |= {f"{layer}.statistics.{name}": shape for name, shape in solved.items()}
         return shapes
 
     @property
     def size(self) -> int:
         """Upper bound of the calibration file's size in bytes."""
-        return sum(8 * prod(shape) for shape in (self.shapes() | self.solved_shapes()).values())
+        return sum(8 * prod(shape) for shape in (self.shapes() | self.fitted_shapes()).values())
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class Calibration:
                 stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConversionError(f"--calibration {self.path} cannot be read as a calibration: {error}") from None
-        solved_shapes = {name: shape for name, shape in observers.solved_shapes().items() if name in stored}
-        for name, shape in (observers.shapes() | solved_shapes).items():
+        fitted_shapes = {name: shape for name, shape in observers.fitted_shapes().items() if name in stored}
+        for name, shape in (observers.shapes() | fitted_shapes).items():
             if stored.get(name) != shape:
                 problem = f"has the shape {stored[name]} instead of {shape}" if name in stored else "is missing"
                 raise ConversionError(
@@ -178,9 +178,9 @@ def calibrate(
     With `known`, the statistics are copied from this calibration, and only the fitted tensors are computed.
     """
     partial_file = path.with_name(f"{path.name}.partial")
-    expected = observers.shapes() | observers.solved_shapes()
+    expected = observers.shapes() | observers.fitted_shapes()
     tensors = _layer_tensors(model, tokens, observers, advance, known)
-    write_growing(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
+    write_streamed(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
     partial_file.replace(path)
 
 

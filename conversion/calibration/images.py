@@ -65,7 +65,7 @@ class Images(Text):
         digests = "".join(file_digest(file) for file in image_files(self.path))
         return {"images": self.path.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
 
-    def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
+    def calibration_batch(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Return the pixel values (B, channels, height, width) of the images to calibrate on."""
         if self.path is None:
             raise ValueError("no folder of images was given")

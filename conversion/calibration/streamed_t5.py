@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from crosshead.modeling.backbones.t5 import CROSS, DECODER, ENCODER
 
 from ..architectures.families import family_of, stored_embedding
-from ..architectures.stacks import decodes, places_of
+from ..architectures.stacks import decodes, layer_parts
 from ..verification.reload_worker import model_inputs
 from .streamed_encoder import AttentionView
 from .streamed_model import StreamedModel
@@ -44,7 +44,7 @@ class StreamedT5(StreamedModel):
     @property
     def depth(self) -> int:
         """Number of attention layers."""
-        return len(places_of(self.config))
+        return len(layer_parts(self.config))
 
     def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the decoder's tokens."""

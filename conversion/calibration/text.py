@@ -221,12 +221,12 @@ class Text:
         cached = folder / "tokens.safetensors"
         if not cached.exists():
             partial_file = cached.with_name(f"{cached.name}.partial")
-            tokens = self.to_calibrate_on(source, model, progress).contiguous()
+            tokens = self.calibration_batch(source, model, progress).contiguous()
             partial_file.write_bytes(save({"tokens": tokens}))  # its errors name the file if the disk is full
             partial_file.replace(cached)
         return load_file(cached)["tokens"]
 
-    def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
+    def calibration_batch(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Return windows of the given text, or else of the default text and of sequences sampled from the model.
 
         The default text is coherent; sampled sequences are less so, but resemble the model's training data.

@@ -58,12 +58,12 @@ class Frame:
         """Return the approximated heads, `M_i sum_j C_ij T_j`: (h, d, n)."""
         return self.maps @ self.combined()
 
-    def out_of_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Frame":
+    def from_transformed(self, root: torch.Tensor, inverse: torch.Tensor) -> "Frame":
         """Return the frame for heads `x_i`, if this is a frame for the transformed heads `root_i x_i`."""
         components = self.components @ _block_diagonal(root, self.components.shape[-1])
         return Frame(components, self.scalars, inverse @ self.maps)
 
-    def with_even_maps(self) -> "Frame":
+    def with_normalised_maps(self) -> "Frame":
         """Return a frame with the same heads, whose maps have the identity as the mean of `M_i^T M_i`.
 
         The weights then have about the same scale as in the source. The size of Adam's steps does not depend on a
@@ -100,7 +100,7 @@ class Errors:
         gram = self.gram[list(heads)][..., columns, :][..., columns]
         return Errors(self.metric[list(heads)], gram, self.scale)
 
-    def in_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Errors":
+    def transformed(self, root: torch.Tensor, inverse: torch.Tensor) -> "Errors":
         """Return the errors as functions of transformed heads `root_i x_i` instead of `x_i`."""
         full_root = _block_diagonal(root, self.gram.shape[-1])
         inverse = inverse.unsqueeze(1)

@@ -57,16 +57,16 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     """Return the frame that is fitted to values; without `refines`, the start of L-BFGS."""
     heads, _, size, _ = errors.metric.shape
     root, inverse = roots(errors.pooled[0])  # coordinates in which each head's metric is the identity
-    whitened = errors.in_coordinates(root, inverse)
+    whitened = errors.transformed(root, inverse)
     make_start = one_fewer_values if components == heads - 1 > 1 else grouped_values
-    plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
+    plain = _scalar_start(errors, components).from_transformed(inverse, root)
     start = make_start(whitened.pooled[1], heads, size, components)
     start = plain if _is_exact(plain, start, whitened) else start
     steps = VALUE_STEPS if refines else 0
     return (
         refine(start, whitened, lambda maps: maps, start.maps, steps)
-        .out_of_coordinates(root, inverse)
-        .with_even_maps()
+        .from_transformed(root, inverse)
+        .with_normalised_maps()
     )
 
 
@@ -106,16 +106,16 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
     heads, _, size, _ = errors.metric.shape
     weights = errors.pooled[0].diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1)).mean(-2).sqrt()  # (h, d / 2)
     root, inverse = (pair_maps(torch.complex(x, torch.zeros_like(x))) for x in (weights, 1 / weights))
-    whitened = errors.in_coordinates(root, inverse)
+    whitened = errors.transformed(root, inverse)
     pairs = _pairs(whitened.pooled[1], heads, size)
     combined, factors, scalars = (one_fewer_keys if components == heads - 1 > 1 else grouped_keys)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
-    plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
+    plain = _scalar_start(errors, components).from_transformed(inverse, root)
     if _is_exact(plain, start, whitened):
         start, factors = plain, torch.complex(weights, torch.zeros_like(weights))
     parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
     frame = refine(start, whitened, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
-    return frame.out_of_coordinates(root, inverse).with_even_maps()
+    return frame.from_transformed(root, inverse).with_normalised_maps()
 
 
 def mixed_keys(errors: Errors, components: int, refines: bool = True) -> Frame:

@@ -11,7 +11,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..architectures.attention_names import AttentionNames, attention_layers, attention_names
 from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
-from ..architectures.stacks import places_of
+from ..architectures.stacks import layer_parts
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
@@ -116,7 +116,7 @@ class LayerRequest:
 
 def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
     """Return the request for each attention layer of the target."""
-    places, layers = places_of(config), list[LayerRequest]()
+    places, layers = layer_parts(config), list[LayerRequest]()
     for layer in attention_layers(config):
         part_request = request.parts.get(places[layer][0]) if places else request
         mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)

@@ -91,7 +91,7 @@ class ComponentHeads:
             tensors |= {self._frame_name(side, part): getattr(frame, part) for part in FRAME}
         return tensors
 
-    def shapes_of_solved(self, biased: bool) -> Shapes:
+    def shapes_of_fitted(self, biased: bool) -> Shapes:
         """Return calibration name -> shape of all fitted tensors: order, frames, change of `o_proj`, fit by Adam."""
         layout, counts = self.layout, self.counts
         heads, size = layout.key_value_heads, layout.head_dim

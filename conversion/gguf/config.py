@@ -17,7 +17,7 @@ from crosshead.common.errors import ConversionError
 
 from ..sources.tensor_store import DTYPES
 from .header import GgufFile
-from .tensors import ARCHITECTURES, DEQUANTISED, EMBEDDING, HEAD, Architecture
+from .tensors import ARCHITECTURES, DEQUANTISED_DTYPE, EMBEDDING, HEAD, Architecture
 
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -190,5 +190,5 @@ def llama3_factors(parameters: Mapping[str, Any], head_size: int) -> list[float]
 def _dtype(file: GgufFile) -> str:
     """Return the dtype of all matrices if they have the same unquantised one, else the dtype after dequantising."""
     formats = {tensor.format.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    dtype = DTYPES.get(formats.pop(), DEQUANTISED) if len(formats) == 1 else DEQUANTISED
+    dtype = DTYPES.get(formats.pop(), DEQUANTISED_DTYPE) if len(formats) == 1 else DEQUANTISED_DTYPE
     return str(dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Progress
 
 from ..architectures.families import PREFIX, family_of, read_config
@@ -90,7 +90,7 @@ def run_gguf(
             f"{out} is a GGUF file, and crosshead writes none for a model of type {model_type!r}: name a folder, and "
             "convert that with llama.cpp"
         )
-    out = expanded(out)
+    out = expand_home(out)
     for source_path in request.source.store.places:
         check_apart(source_path, out)
     if plan_only:

@@ -40,7 +40,7 @@ ARCHITECTURES = {
 }
 """GGUF architecture (`general.architecture`) -> its stock model family."""
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-DEQUANTISED = torch.float32
+DEQUANTISED_DTYPE = torch.float32
 """Dtype of the tensors that the `gguf` package dequantises."""
 
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -113,7 +113,7 @@ class StockTensor:
 
     def entry(self, name: str) -> Entry:
         """Return the entry of this tensor in a `TensorStore`."""
-        dtype = DTYPES.get(self.source.format.name, DEQUANTISED)
+        dtype = DTYPES.get(self.source.format.name, DEQUANTISED_DTYPE)
         return Entry(name, DTYPE_NAMES[dtype], self.source.shape[self.expert is not None :])
 
     def blocks(self) -> Iterator[torch.Tensor]:

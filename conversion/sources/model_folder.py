@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import LICENCE_FILES, LOADER_STATE
+from crosshead.common.model_location import LICENCE_FILES, LOADER_STATE
 from crosshead.modeling.bundle import code_files
 
 from ..architectures.families import kind_of
@@ -123,7 +123,7 @@ def remove_loading_arguments(folder: Path) -> None:
         write_json(path, cleaned)
 
 
-def add_older_names(path: Path, config: Any) -> None:
+def add_legacy_fields(path: Path, config: Any) -> None:
     """Add the field names of transformers 4 to a stock config.json.
 
     transformers 4 ignores the new names and would use the defaults of its own fields.
@@ -137,7 +137,7 @@ def add_older_names(path: Path, config: Any) -> None:
     write_json(path, dict(sorted((json.loads(path.read_text(encoding="utf-8")) | older).items())))
 
 
-def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
+def remove_access_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
     """Remove access tokens from the JSON files in `folder`, and return the removed keys by file.
 
     `config` is the source's config: its tokens are reported as removed, although the target's config never had them.

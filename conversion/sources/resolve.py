@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError, one_line
-from crosshead.common.model_places import expanded, foreign_link, split_revision
+from crosshead.common.model_location import expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX
@@ -72,7 +72,7 @@ def open_source(
     Files made from a GGUF file are written to `scratch`. `further_files` names more files to download.
     """
     require_posix("reading a checkpoint to convert or verify it")
-    path = expanded(source)
+    path = expand_home(source)
     if os.path.exists(path) and source != "":
         if revision is not None:
             raise ConversionError(f"{source} is local and has no revisions: omit revision={revision!r}")

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Progress, silent
 
 from ..architectures.families import FAMILIES, PREFIX, kind_of
@@ -66,7 +66,7 @@ def verify_in_engine(
             "model": open_source(model, scratch=Path(scratch, "model"), further_files=["*.py"]),
         }
         _check_decoder(checkpoints["source"], engine)
-        sample = read_sample(checkpoints["source"], None if text is None else expanded(text))
+        sample = read_sample(checkpoints["source"], None if text is None else expand_home(text))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
         for done, (role, checkpoint) in enumerate(checkpoints.items(), 1):
@@ -130,7 +130,7 @@ def run_engine(
             "result": str(result),
         }
         job.write_text(json.dumps(content), encoding="utf-8")
-        interpreter = os.path.abspath(expanded(python or sys.executable))
+        interpreter = os.path.abspath(expand_home(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
         # An empty cache: a config must not be able to load another repository's code from the user's cache.
         home = str(Path(scratch, "home"))

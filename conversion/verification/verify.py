@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
 from crosshead.common.torch_state import check_device, default_torch_state
@@ -46,7 +46,7 @@ from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
-RELOADED = 1e-5
+RELOAD_TOLERANCE = 1e-5
 """Maximum logit difference between this process and the clean process, relative to the largest logit."""
 KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
 """Endings of tensors with the dtype of the cache: key projections, or a T5's query projection."""
@@ -114,7 +114,7 @@ def verify(
         converted = open_source(model, scratch=Path(model_scratch), further_files=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(converted)
-        sample = read_sample(origin, None if text is None else expanded(text))
+        sample = read_sample(origin, None if text is None else expand_home(text))
         folder = folder_of(converted)
         record_path = None if folder is None else record_file(folder, kind_of(converted.config) == "stock")
         record = {} if record_path is None else read_record(record_path)
@@ -155,8 +155,8 @@ def measure(
     streamed = _streamed(source, before, model, after, device)
     on_cpu, _ = _streamed(source, before, model, after)  # as the clean process computes
     return _compared(streamed, tensors, sample, tolerance, progress) | {
-        "kv_bytes_per_token_before": cache_of(before, source.store.entries),
-        "kv_bytes_per_token_after": cache_of(after, model.store.entries),
+        "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
+        "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
         "reload": _reload(on_cpu, model, after, sample.prompts),
     }
 
@@ -220,7 +220,7 @@ def checked_model(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}
 
 
-def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
+def kv_cache_bytes(config: Any, entries: Mapping[str, Entry]) -> int:
     """Return the bytes of KV cache per token, in the dtype of the key projection; 0 for an encoder."""
     if not decodes(config):
         return 0
@@ -245,7 +245,7 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
     report["tensors"] = {kind: len(names) for kind, names in faults.items()}
     difference = report.get("greatest_logit_difference", 0.0)
     largest = float(expected().abs().max()) if difference else 0.0
-    if not difference <= RELOADED * largest:
+    if not difference <= RELOAD_TOLERANCE * largest:
         raise ConversionError(
             f"{name} computes other outputs in a clean process: they differ by up to {difference:.3g}, the largest "
             f"is {largest:.3g}; please report this"

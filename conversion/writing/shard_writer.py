@@ -212,7 +212,7 @@ MAX_METADATA = 1024
 """Maximum number of bytes of the metadata in the header."""
 
 
-def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
+def write_streamed(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
     """Write groups of tensors to one file, with one group in memory at a time; `expected` contains all tensor names.
 
     The header comes first, but is known last: space for its maximum size is reserved, and padded with spaces, which

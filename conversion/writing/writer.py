@@ -11,7 +11,13 @@ from crosshead.common.progress import Counter, Progress
 
 from ..compress.layer_rewrites import LayerRewrites
 from ..plan import Plan, Step
-from ..sources.model_folder import CONFIG, add_older_names, copy_files, drop_tokens, remove_loading_arguments
+from ..sources.model_folder import (
+    CONFIG,
+    add_legacy_fields,
+    copy_files,
+    remove_access_tokens,
+    remove_loading_arguments,
+)
 from ..sources.resolve import Source
 from ..sources.safetensors_store import WEIGHTS
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
@@ -31,9 +37,9 @@ def write_model(
     copy_files(source.files, output.folder)
     remove_loading_arguments(output.folder)
     plan.config.save_pretrained(output.folder)
-    left_out = drop_tokens(source.config, output.folder)
+    left_out = remove_access_tokens(source.config, output.folder)
     if plan.is_stock:
-        add_older_names(output.folder / CONFIG, plan.config)
+        add_legacy_fields(output.folder / CONFIG, plan.config)
     return digests, left_out
 
 

@@ -30,8 +30,8 @@ def measure(
 
 def write(report: dict[str, Any], lines: Iterable[str], out: Path | None) -> None:
     """Write the report to the JSON file `out`, if it is given, and print the table."""
-    from crosshead.common.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_atomically
 
     if out is not None:
-        write_whole({out: json.dumps(report, indent=2) + "\n"})
+        write_atomically({out: json.dumps(report, indent=2) + "\n"})
     print(*lines, sep="\n")

@@ -47,7 +47,7 @@ def write_card(
     """
     from dataclasses import replace
 
-    from crosshead.common.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_atomically
     from crosshead.common.errors import one_line
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
@@ -63,7 +63,7 @@ def write_card(
             f"a record of {folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)}): "
             "conversion.json, training.json, evaluation.json or a file of --eval; write it again"
         ) from error
-    write_whole(contents)
+    write_atomically(contents)
     return next(iter(contents))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.model_places import expanded, is_hub_id, split_revision
+from crosshead.common.model_location import expand_home, is_hub_id, split_revision
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -23,7 +23,7 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
             return {}
         return {"base_model": recorded["name"], "licence": _on_the_hub(recorded["name"], recorded.get("revision"))}
     name, revision = split_revision(str(source))
-    path = expanded(name)
+    path = expand_home(name)
     _check_name(recorded, name, path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return _in_gguf(path)

@@ -89,11 +89,11 @@ def _dit_config(content: dict[str, Any], requested: Any, name: str) -> Any:
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """The content of config.json, or the equivalent from the metadata of a GGUF file."""
     from crosshead.common.checked_json import parse_object
-    from crosshead.common.model_places import expanded, split_revision
+    from crosshead.common.model_location import expand_home, split_revision
     from crosshead.conversion.gguf.store import GgufStore
     from crosshead.conversion.sources.model_folder import CONFIG
 
-    path = expanded(model)
+    path = expand_home(model)
     if path.exists() and revision is not None:
         raise ValueError(f"--revision {revision!r} needs a model on the Hub, and {model} is local")
     if path.suffix.lower() == ".gguf":

@@ -64,7 +64,7 @@ def evaluate(
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
-    from crosshead.common.atomic_write import check_targets, write_whole
+    from crosshead.common.atomic_write import check_targets, write_atomically
     from crosshead.evals.harness.report import eval_lines
 
     tools: dict[str, Any] = {
@@ -76,7 +76,7 @@ def evaluate(
     check_targets([out], overwrite)
     options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdecimal() else batch_size}
     options |= {"compared": compare, "trust_remote_code": trust_remote_code, "progress": _show_progress}
-    options["save"] = lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"})
+    options["save"] = lambda report: write_atomically({out: json.dumps(report, indent=2) + "\n"})
     if data is not None:
         from crosshead.evals.scoring.evaluate import score_data
 

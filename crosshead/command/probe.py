@@ -160,11 +160,11 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _write(out: Path, report: Mapping[str, Any], lines: Mapping[str, Any], axes: tuple[str, str]) -> None:
-    from crosshead.common.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_atomically
     from crosshead.evals.probe.plot import line_plot
 
     picture = out.with_suffix(".svg")
-    write_whole({out: json.dumps(report, indent=2) + "\n", picture: line_plot(lines, *axes)})
+    write_atomically({out: json.dumps(report, indent=2) + "\n", picture: line_plot(lines, *axes)})
     for name, points in lines.items():
         typer.echo(f"{name}: " + ", ".join(f"{x:g}: {y:.4f}" for x, y in points))
     typer.echo(f"wrote {out} and {picture}")

@@ -25,7 +25,7 @@ def push(
 
     crosshead push models/mine me/mine --dry-run
     """
-    from crosshead.common.model_places import is_hub_id
+    from crosshead.common.model_location import is_hub_id
     from crosshead.model_cards.tables import volume
 
     if not is_hub_id(repository):

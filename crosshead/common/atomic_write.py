@@ -22,7 +22,7 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
             raise EvalError(f"{path} exists: choose another name, or add --overwrite")
 
 
-def write_whole(contents: Mapping[Path, str]) -> None:
+def write_atomically(contents: Mapping[Path, str]) -> None:
     """Write each file under a temporary name in its directory, then rename all. The target of a link is replaced."""
     if broken := next((path for path in contents if path.is_symlink() and not path.exists()), None):
         raise EvalError(f"{broken} is a broken link: remove it")

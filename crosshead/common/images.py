@@ -7,7 +7,7 @@ import torch
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's public one needs torchvision
 
 from .errors import ConversionError, one_line
-from .model_places import placed
+from .model_location import placed
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Suffixes of image files, in lower case."""

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from .errors import nearest
 
 
-def explained(error: ValidationError, known: Iterable[str], prefix: str) -> str:
+def first_error_message(error: ValidationError, known: Iterable[str], prefix: str) -> str:
     """A message about the first error.
 
     `prefix` is the text before the key; it ends in `--` if keys are command-line options.

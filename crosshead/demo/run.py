@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import crosshead
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
 from crosshead.evals.inspect.inputs import Inputs
@@ -248,7 +248,7 @@ def open_demo(model: str | None, is_tiny: bool, out: Path | None) -> Demo:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ValueError(f"the demo needs {' and '.join(missing)}: pip install 'crosshead[demo]'")
-    folder = expanded(out or (f"{FOLDER}-tiny" if is_tiny else FOLDER))
+    folder = expand_home(out or (f"{FOLDER}-tiny" if is_tiny else FOLDER))
     _check_folder(folder)
     start = tiny(folder) if is_tiny else smollm2(folder) if model is None else own(model, folder)
     model_there = Record(folder).content.get("model", start.label)

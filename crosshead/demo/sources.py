@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import crosshead
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.sources.model_folder import record_file
 from crosshead.conversion.sources.resolve import open_source
@@ -87,7 +87,7 @@ def tiny(folder: Path) -> Start:
 
 def own(name: str, folder: Path) -> Start:
     """A stock decoder of the user: a folder, a Hub id or a GGUF file."""
-    path = expanded(name)
+    path = expand_home(name)
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(name, scratch=Path(scratch))

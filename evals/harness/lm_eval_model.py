@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any
 
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.model_places import split_revision
+from crosshead.common.model_location import split_revision
 
 from ..open_model import Opened, check_tokens
 from .tasks import LoadedBenchmark, seed

@@ -15,7 +15,7 @@ from torch import nn
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import EvalError, one_line
 from crosshead.common.images import MODES, upright
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.modeling.mechanisms.base import AttentionState
 
 from ..cost.dit_config import CLASSES, DiTConfig
@@ -32,7 +32,7 @@ TIME, SEED = 250, 0
 
 def open_dit(name: str) -> Opened | None:
     """Open a DiT without its weights; None if the folder contains another kind of model."""
-    folder = transformer_folder(expanded(name))
+    folder = transformer_folder(expand_home(name))
     if not (folder / "config.json").is_file():
         return None
     content = read_object(folder / "config.json", LARGEST, "a config.json")
@@ -56,7 +56,7 @@ def open_dit(name: str) -> Opened | None:
         patch_size=fields.patch_size,
         no_class=fields.num_embeds_ada_norm,  # the label of "no class" follows that of the last class
     )
-    return Opened(str(expanded(name)), config)
+    return Opened(str(expand_home(name)), config)
 
 
 def transformer_folder(folder: Path) -> Path:

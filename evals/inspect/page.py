@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.atomic_write import check_targets, write_whole
+from crosshead.common.atomic_write import check_targets, write_atomically
 from crosshead.common.errors import EvalError
 
 PAGE, DATA = ".html", ".json"
@@ -25,7 +25,7 @@ def check_target(page: Path, overwrite: bool) -> None:
 def write_report(report: Mapping[str, Any], page: Path) -> list[Path]:
     """Write the data and the page; return both paths."""
     contents = {page.with_suffix(DATA): report_text(report), page: page_text(report)}
-    write_whole(contents)
+    write_atomically(contents)
     return list(contents)
 
 

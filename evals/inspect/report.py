@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from crosshead.common.checked_json import parse_object
 from crosshead.common.errors import EvalError
-from crosshead.common.model_places import split_revision
+from crosshead.common.model_location import split_revision
 from crosshead.common.progress import Progress
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer

@@ -92,7 +92,7 @@ class CrossheadAlbertModel(CrossheadBackbone, CrossheadAlbertPreTrainedModel, st
     config: CrossheadAlbertConfig
     forward = recording_forward(stock.AlbertModel.forward)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         for group in self.encoder.albert_layer_groups:
             for layer in group.albert_layers:
                 yield 0, layer, "attention"

@@ -75,7 +75,7 @@ class CrossheadBertModel(CrossheadBackbone, CrossheadBertPreTrainedModel, stock.
     encoder: Any
     forward = recording_forward(stock.BertModel.forward)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         for index, layer in enumerate(self.encoder.layer):
             layout = shared_layout(self.config.mixers_of_layer(index), self.config.layout_of_layer(index))
             output, inputs = layer.attention.output, layout.output_heads * layout.output_dim

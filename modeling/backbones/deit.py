@@ -56,7 +56,7 @@ class CrossheadDeiTModel(CrossheadBackbone, CrossheadDeiTPreTrainedModel, stock.
     ) -> None:
         super().__init__(config, add_pooling_layer=add_pooling_layer, use_mask_token=use_mask_token)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         return ((index, layer, "attention") for index, layer in enumerate(self.layers))
 
 

@@ -62,7 +62,7 @@ class CrossheadDinov2Encoder(CrossheadBackbone, CrossheadDinov2PreTrainedModel, 
     layer: Any
     forward = recording_forward(stock.Dinov2Encoder.forward)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         for index, layer in enumerate(self.layer):
             if NESTED:
                 layout = shared_layout(self.config.mixers_of_layer(index), self.config.layout_of_layer(index))

@@ -113,7 +113,7 @@ class PlacedModule(nn.Module):
         super().__init__(config, has_relative_attention_bias=biased, layer_idx=layer, is_causal=part == DECODER)
 
 
-class StoredKeys:
+class ReadOnlyCache:
     """Read-only view of a filled cross-attention cache: `update` ignores its input and returns the cached tensors."""
 
     def __init__(self, cache: Any) -> None:
@@ -145,7 +145,7 @@ class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):
             if key_value_states is not None:
                 cache = both.cross_attention_cache
                 if both.is_updated.get(self.layer_idx):
-                    cache, key_value_states = StoredKeys(cache), key_value_states[:, :0]
+                    cache, key_value_states = ReadOnlyCache(cache), key_value_states[:, :0]
                 both.is_updated[self.layer_idx] = True
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self._position_bias(hidden_states.shape[1], cache)
@@ -197,7 +197,7 @@ class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5St
     block: Any
     forward = recording_forward(stock.T5Stack.forward)
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         places = [(block.layer[0], "SelfAttention") for block in self.block]
         if self.config.is_decoder:
             cross = [(block.layer[1], "EncDecAttention") for block in self.block]
@@ -205,7 +205,7 @@ class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5St
         return ((index, parent, name) for index, (parent, name) in enumerate(places))
 
 
-class CrossheadT5Whole(CrossheadT5PreTrainedModel):
+class CrossheadT5Base(CrossheadT5PreTrainedModel):
     """Base class of the complete T5 models: replaces the stock stacks with `CrossheadT5Stack`."""
 
     accepts_loss_kwargs = False  # the loss is the mean over one call
@@ -224,17 +224,17 @@ class CrossheadT5Whole(CrossheadT5PreTrainedModel):
         super().post_init()
 
 
-class CrossheadT5Model(CrossheadT5Whole, stock.T5Model):
+class CrossheadT5Model(CrossheadT5Base, stock.T5Model):
     """T5 encoder-decoder without a language modelling head."""
 
     forward = task_forward(stock.T5Model.forward, CrossheadSeq2SeqModelOutput)
 
 
-class CrossheadT5ForConditionalGeneration(CrossheadT5Whole, stock.T5ForConditionalGeneration):
+class CrossheadT5ForConditionalGeneration(CrossheadT5Base, stock.T5ForConditionalGeneration):
     """T5 sequence-to-sequence language model."""
 
     forward = task_forward(stock.T5ForConditionalGeneration.forward, CrossheadSeq2SeqLMOutput)
 
 
-class CrossheadT5EncoderModel(CrossheadT5Whole, stock.T5EncoderModel):
+class CrossheadT5EncoderModel(CrossheadT5Base, stock.T5EncoderModel):
     """T5 encoder-only model."""

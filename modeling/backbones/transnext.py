@@ -235,7 +235,7 @@ class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedMod
             self.add_module(f"norm{stage + 1}", norm)
         self.post_init()
 
-    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+    def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
         blocks = [getattr(self, f"block{stage + 1}") for stage in range(len(self.config.depths))]
         return ((index, layer, "attn") for index, layer in enumerate(layer for block in blocks for layer in block))
 

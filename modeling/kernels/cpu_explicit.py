@@ -14,7 +14,7 @@ from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_o
 from ..ops import wide_heads
 from .cpu import HIDDEN, additive, flash_kernel, flash_supports, is_tracing
 
-LEAST_KEYS = 256
+MIN_KEYS = 256
 """Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads, 4 components of 128."""
 
 
@@ -66,7 +66,7 @@ def explicit_eligible(
 
 def part_count(keys: torch.Tensor) -> int:
     """Return the number of parts for keys (B, n, S, d); 1 if there are at least as many sequences as threads."""
-    return max(1, min(-(-torch.get_num_threads() // keys.shape[0]), keys.shape[2] // LEAST_KEYS))
+    return max(1, min(-(-torch.get_num_threads() // keys.shape[0]), keys.shape[2] // MIN_KEYS))
 
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,8 +19,8 @@ from .cpu import HIDDEN, additive, flash_kernel, flash_supports
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
 BLOCK_ROWS = 192
-LEAST_QUERIES = 1024
-GREATEST_SHARE = 0.7
+MIN_QUERIES = 1024
+MAX_FRACTION = 0.7
 """Maximum fraction of (query, head) pairs to compute, with every list padded to the longest."""
 
 
@@ -75,7 +75,7 @@ def mixture_eligible(
     if not flash_supports(dropout, query, key, value) or flash_kernel() is None or flash_kernel("_backward") is None:
         return False
     if (
-        tokens < LEAST_QUERIES
+        tokens < MIN_QUERIES
         or shared_heads >= heads
         or value.shape[-1] != size
         or gates.shape != (batch, tokens, heads)
@@ -87,7 +87,7 @@ def mixture_eligible(
     if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[1:] != mask_shape):
         return False
     longest = int(gates[..., shared_heads:].count_nonzero(1).max())
-    return shared_heads * tokens + (heads - shared_heads) * longest <= GREATEST_SHARE * heads * tokens
+    return shared_heads * tokens + (heads - shared_heads) * longest <= MAX_FRACTION * heads * tokens
 
 
 def routed_heads(

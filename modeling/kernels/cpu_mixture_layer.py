@@ -18,8 +18,8 @@ from ..backends import is_plain_sdpa
 from .cpu import flash_supports, is_tracing
 
 # Measured on 2 cores of an AMD EPYC (AVX-512), one thread, float32, 12 heads of 64, 3 of them shared.
-LEAST_TOKENS = 192
-GREATEST_SHARE = 0.7
+MIN_TOKENS = 192
+MAX_FRACTION = 0.7
 """Maximum fraction of the heads that a token uses, shared and selected."""
 EXTRAS = ("position_embeddings", "attention_mask", "past_key_values", "key_value_states", "position_bias", "cache")
 """Arguments that must be None for the fast path."""
@@ -44,14 +44,14 @@ def layer_eligible(layer: Any, hidden: Tensor) -> bool:
     """Whether `mixture_layer` supports the layer and hidden states (B, T, hidden), and is likely to be faster."""
     if is_tracing() or layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
         return False
-    if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
+    if hidden.ndim != 3 or hidden.shape[1] < MIN_TOKENS or layer.is_causal or layer.has_key_norm:
         return False
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
     weights = [weight for linear in projections if is_plain(linear) for weight in (linear.weight, linear.bias)]
     if len(weights) != 2 * len(projections) or any(weight is None for weight in weights):
         return False
     mixture, heads = layer.mixers["mixture"], layer.q_proj.out_features // layer.head_dim
-    if mixture.routed is None or mixture.shared_heads + mixture.selected_heads > GREATEST_SHARE * heads:
+    if mixture.routed is None or mixture.shared_heads + mixture.selected_heads > MAX_FRACTION * heads:
         return False
     if len({linear.weight.shape for linear in projections[:3]}) > 1:
         return False

@@ -1,7 +1,7 @@
 """Triton kernels of `routed_decode_triton`: split-K decoding of one token (as flash-decoding) that skips unused heads.
 
-`attend_to_part`: one program per (part of the keys, sequence and key/value head) computes a partial softmax for the R
-query heads that share the key/value head; it returns at once if none of them is selected. `join_parts`: one program
+`decode_split`: one program per (part of the keys, sequence and key/value head) computes a partial softmax for the R
+query heads that share the key/value head; it returns at once if none of them is selected. `merge_splits`: one program
 per (sequence and key/value head, query head) merges the partial results. Softmax uses base 2: `exp2`, with log2(e)
 folded into the scale.
 
@@ -18,7 +18,7 @@ except ImportError:
 
 
 @triton.jit
-def attend_to_part(
+def decode_split(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, chosen: tl.tensor, mask: tl.tensor, stats: tl.tensor,
     partial: tl.tensor, q_b: int, q_h: int, k_b: int, k_h: int, k_s: int, v_b: int, v_h: int, v_s: int,
     m_b: int, m_s: int, S: int, G: int, scaling: float, MASKED: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
@@ -59,7 +59,7 @@ def attend_to_part(
 
 
 @triton.jit
-def join_parts(
+def merge_splits(
     chosen: tl.tensor, stats: tl.tensor, partial: tl.tensor, output: tl.tensor, parts: int,
     R: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -11,24 +11,24 @@ try:  # transformers does not count an import inside `try` among a file's requir
 except ImportError:
     raise
 
-from .decode_kernels_triton import attend_to_part, join_parts
+from .decode_kernels_triton import decode_split, merge_splits
 from .routed_triton import FACTORS
-from .where_triton_runs import product_precision
+from .triton_support import product_precision
 
 NAMESPACE = "crosshead_mixture_decode_triton"
 PART, PARTS = 512, 32
-"""Number of keys per program, and of partial results that `join_parts` reads per iteration; not tuned yet."""
-AT_ONCE = 2**14
+"""Number of keys per program, and of partial results that `merge_splits` reads per iteration; not tuned yet."""
+TILE_BYTES = 2**14
 """Maximum bytes of a tile of keys; shared memory of an H100 holds several such tiles of keys and of values."""
 
 
-def keys_at_once(features: int, dtype: torch.dtype) -> int:
+def keys_per_tile(features: int, dtype: torch.dtype) -> int:
     """Return the number of keys per tile: 64, or fewer for large heads; at least 16, the minimum of `tl.dot`."""
-    return max(16, min(64, AT_ONCE // (features * dtype.itemsize)))
+    return max(16, min(64, TILE_BYTES // (features * dtype.itemsize)))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
-def attend_to_chosen(
+def decode_selected(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -53,15 +53,15 @@ def attend_to_chosen(
     sizes = (group_size, features, value_features, rows, *padded)
     formats = FACTORS[query.dtype], product_precision(query.dtype)
     with torch.cuda.device_of(query):  # kernels launch on the current device
-        attend_to_part[(parts, batch * groups)](
+        decode_split[(parts, batch * groups)](
             *(query, key, value, chosen, mask_ptr, stats, partial, *strides, keys, groups, scaling, mask is not None),
-            *(*sizes, keys_at_once(max(padded), key.dtype), PART, *formats),
+            *(*sizes, keys_per_tile(max(padded), key.dtype), PART, *formats),
         )
         join_sizes = (group_size, value_features, rows, padded[1], PARTS)
-        join_parts[(batch * groups, group_size)](chosen, stats, partial, output, parts, *join_sizes)
+        merge_splits[(batch * groups, group_size)](chosen, stats, partial, output, parts, *join_sizes)
     return output
 
 
-@attend_to_chosen.register_fake
+@decode_selected.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
     return value.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])

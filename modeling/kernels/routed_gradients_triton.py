@@ -11,8 +11,8 @@ try:  # transformers does not count an import inside `try` among a file's requir
 except ImportError:
     raise
 
+from .key_spans_triton import load_spans
 from .routed_kernels_triton import block_count, block_keys, key_bounds, load_rows, store_rows, visible_keys
-from .visible_triton import load_spans
 
 
 @triton.jit

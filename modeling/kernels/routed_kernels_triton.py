@@ -18,7 +18,7 @@ try:  # transformers does not count an import inside `try` among a file's requir
 except ImportError:
     raise
 
-from .visible_triton import load_spans
+from .key_spans_triton import load_spans
 
 
 @triton.jit

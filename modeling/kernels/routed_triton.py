@@ -17,13 +17,13 @@ try:  # transformers does not count an import inside `try` among a file's requir
 except ImportError:
     raise
 
+from .key_spans_triton import key_spans
 from .routed_gradients_triton import key_gradients, query_gradients
 from .routed_kernels_triton import attend, list_tokens
-from .visible_triton import key_spans
-from .where_triton_runs import product_precision
+from .triton_support import product_precision
 
 NAMESPACE = "crosshead_mixture_triton"
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """Maximum number of tokens that one program reads per iteration when it scans all tokens of a head or a sequence."""
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtype of the matmul operands, per dtype of q, k and v."""
@@ -102,7 +102,7 @@ class RoutedCall:
         return (mask, *strides, *sizes, *self.features, *padded, tile.queries, tile.keys, *formats)
 
 
-def attend_chosen(
+def attend_selected(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -183,7 +183,7 @@ def _gradients(
 
 def _scan_block(tokens: int) -> int:
     """Return the number of tokens per iteration of a scan over all tokens, a power of two."""
-    return min(MOST_TOKENS, triton.next_power_of_2(tokens))
+    return min(MAX_TOKENS, triton.next_power_of_2(tokens))
 
 
 @routed.register_fake

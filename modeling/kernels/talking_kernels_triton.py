@@ -1,7 +1,7 @@
 """Triton kernels of `talking_triton`: one program holds all heads of a tile of queries and keys.
 
 The second map mixes normalised weights of several heads, so an online softmax is impossible: there are two passes over
-the keys. `softmax_norms` stores the row max and the reciprocal row sum of each softmax head; `weighted_values`
+the keys. `softmax_stats` stores the row max and the reciprocal row sum of each softmax head; `weighted_values`
 recomputes the logits, applies softmax and the second map, and multiplies by the values. Tiles are (heads, queries,
 keys); the maps are padded with zeros.
 
@@ -20,12 +20,12 @@ try:  # transformers does not count an import inside `try` among a file's requir
 except ImportError:
     raise
 
+from .key_spans_triton import load_spans
 from .routed_kernels_triton import block_count, block_keys, key_bounds, visible_keys
-from .visible_triton import load_spans
 
 
 @triton.jit
-def softmax_norms(
+def softmax_stats(
     query: tl.tensor, key: tl.tensor, maps: tl.tensor, key_maps: tl.tensor, mask: tl.tensor, spans: tl.tensor,
     stats: tl.tensor, p_b: int, p_t: int, m_b: int, m_h: int, m_t: int, m_s: int, T: int, S: int, total: int,
     scaling: float, HM: tl.constexpr, H: tl.constexpr, G: tl.constexpr, HS: tl.constexpr, D: tl.constexpr,

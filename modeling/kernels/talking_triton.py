@@ -16,9 +16,9 @@ except ImportError:
     raise
 
 from ..mechanisms.talking_blocks import talking_autograd, talking_blocks, talking_fake, talking_keep
-from .talking_kernels_triton import softmax_norms, weighted_values
-from .visible_triton import key_spans
-from .where_triton_runs import product_precision
+from .key_spans_triton import key_spans
+from .talking_kernels_triton import softmax_stats, weighted_values
+from .triton_support import product_precision
 
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtype of the matmul operands, per dtype of q, k and v."""
@@ -91,7 +91,7 @@ def attend_in_tiles(call: TalkingCall) -> torch.Tensor:
     blocks = triton.cdiv(queries, tile.queries)
     tensors: tuple[torch.Tensor, ...] = (query, key, *first.tensors, mask, spans, stats)
     sizes: tuple[int, ...] = (size, *padded[:2], tile.queries, tile.keys, narrow)
-    softmax_norms[blocks, batch](
+    softmax_stats[blocks, batch](
         *tensors, *first.strides, *mask_strides, *shared, *sizes, *first.per_token, *flags, **options
     )
     tensors = (query, key, value, output, *first.tensors, *second.tensors, mask, spans, stats)

@@ -7,14 +7,14 @@ from torch import nn
 
 from ..mechanisms.mixture import mixture_attention_forward
 from ..mechanisms.talking import talking_attention_forward, under_torch_func
-from .where_triton_runs import MOST_FEATURES, runs_triton
+from .triton_support import MAX_FEATURES, runs_triton
 
 Outcome = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def mixture_eligible(query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
     """Whether the `mixture` kernels support the call: at most one mask for all heads, no gradients in decoding."""
-    if dropout or under_torch_func() or not runs_triton(query) or query.shape[3] > MOST_FEATURES:
+    if dropout or under_torch_func() or not runs_triton(query) or query.shape[3] > MAX_FEATURES:
         return False
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
         return False
@@ -39,13 +39,13 @@ def mixture_triton_attention(
         return mixture_attention_forward(module, query, key, value, attention_mask, **options)
     mask = None if attention_mask is None else attention_mask[:, 0]
     if query.shape[2] == 1:
-        from .routed_decode_triton import attend_to_chosen
+        from .routed_decode_triton import decode_selected
 
-        return attend_to_chosen(query, key, value, gates != 0, mask, scaling), None
-    from .routed_triton import attend_chosen
+        return decode_selected(query, key, value, gates != 0, mask, scaling), None
+    from .routed_triton import attend_selected
 
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    return attend_chosen(query, key, value, gates != 0, mask, scaling, causal), None
+    return attend_selected(query, key, value, gates != 0, mask, scaling, causal), None
 
 
 def talking_triton_attention(

@@ -99,7 +99,7 @@ class HeadCombination(ParameterModule):
             return weight.clone() if weight.dtype == dtype else weight.to(dtype)
         # Not `unflatten`, which breaks the graph of a compiled model under a default device.
         blocks = weight.reshape(self.groups, -1, weight.shape[1])
-        components = regrouped(components, self.groups * blocks.shape[2])
+        components = regroup_heads(components, self.groups * blocks.shape[2])
         grouped = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
         return torch.einsum("gij,bgjsd->bgisd", blocks, grouped).flatten(1, 2)
 
@@ -208,9 +208,9 @@ def explicit_attention_forward(
     wide = key_map is not None and value_map is not None
     if key_map is not None:
         query = fold_map(query, key_map)
-        key = regrouped(key, key.shape[1] * key.shape[3] // query.shape[3])
+        key = regroup_heads(key, key.shape[1] * key.shape[3] // query.shape[3])
     if value_map is not None:
-        value = regrouped(value, key.shape[1] if wide else value.shape[1] // value_map.shape[1])
+        value = regroup_heads(value, key.shape[1] if wide else value.shape[1] // value_map.shape[1])
     if not is_plain_sdpa(implementation):
         attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
         output = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
@@ -222,7 +222,7 @@ def explicit_attention_forward(
     return output.transpose(1, 2), None
 
 
-def regrouped(x: Tensor, heads: int) -> Tensor:
+def regroup_heads(x: Tensor, heads: int) -> Tensor:
     """Join neighbouring heads or split wide ones: (B, n, S, d) -> (B, heads, S, n * d / heads)."""
     return x if x.shape[1] == heads else split_heads(wide_heads(x), x.shape[1] * x.shape[3] // heads)
 

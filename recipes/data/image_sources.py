@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from crosshead.common.atomic_write import write_whole
+from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
 from crosshead.common.images import IMAGE_SUFFIXES, upright
@@ -171,7 +171,7 @@ def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> l
             result = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             if len(result) != len(source.labels):
                 result = list(_checked(source, Counter(progress, name, len(source.labels))))
-                write_whole({path: "".join(f"{digest}\n" for digest in result)})
+                write_atomically({path: "".join(f"{digest}\n" for digest in result)})
         return result
     except OSError as error:
         raise RecipeError(

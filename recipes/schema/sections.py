@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from crosshead.common.errors import RecipeError
-from crosshead.common.model_places import is_hub_id
+from crosshead.common.model_location import is_hub_id
 from crosshead.common.yaml_text import NULL, typed
 
 _INTEGER: Any = {"type": ["integer", "string"], "pattern": "^[0-9][0-9_]*$"}

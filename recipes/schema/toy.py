@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_places import expanded
+from crosshead.common.model_location import expand_home
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
@@ -55,7 +55,7 @@ LATENT |= {"n_group": 2, "topk_group": 1, "head_dim": 4}  # in MLA configs, head
 
 def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
     """Call `toy` if the folder is new, empty or made by an earlier call, so that no user files are overwritten."""
-    folder = expanded(folder)
+    folder = expand_home(folder)
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 
-from crosshead.common.atomic_write import write_whole
+from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import DivergedError, RecipeError
 from crosshead.common.progress import Progress, silent
 from crosshead.evals.probe.plot import svg_plot
@@ -88,7 +88,7 @@ def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
         report = _report(recipe, kind, attempts)
         if is_main_process():
             output = Path(recipe.output)
-            write_whole({output / REPORT: json.dumps(report, indent=2), output / PICTURE: plot(report)})
+            write_atomically({output / REPORT: json.dumps(report, indent=2), output / PICTURE: plot(report)})
     return report
 
 

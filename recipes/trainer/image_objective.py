@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_places import placed
+from crosshead.common.model_location import placed
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 

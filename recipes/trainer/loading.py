@@ -6,7 +6,7 @@ from typing import Any
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.fingerprint import files_digest
-from crosshead.common.model_places import LOADER_STATE, check_layers, placed
+from crosshead.common.model_location import LOADER_STATE, check_layers, placed
 
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions

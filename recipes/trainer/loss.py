@@ -20,7 +20,7 @@ from ..schema.sections import Distillation
 from .load_balance import HeadRouting
 from .objective import Objective, count_predictions, next_labels
 from .parameters import attention_layers
-from .teacher_logits import INDICES, LOGARITHMS
+from .teacher_logits import INDICES, LOG_PROBS
 
 ROWS = 512
 """Predictions per chunk, recomputed in the backward pass, since logits are the largest tensors of a step."""
@@ -42,7 +42,7 @@ class TrainingLoss:
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
         """Return the loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
-        stored = tuple(inputs.pop(name) for name in (INDICES, LOGARITHMS) if name in inputs)
+        stored = tuple(inputs.pop(name) for name in (INDICES, LOG_PROBS) if name in inputs)
         if self._options is not None and step < self._options.transfer_steps + self._options.match_steps:
             return self._match(model, inputs, items, transfers=self.transfers(step))
         if self._options is None or self._options.weight == 0:

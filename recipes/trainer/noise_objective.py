@@ -9,7 +9,7 @@ from torch import nn
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.images import MODES
-from crosshead.common.model_places import placed
+from crosshead.common.model_location import placed
 from crosshead.common.progress import Progress
 
 from ..data.images import ImageInputs, find_images, read_images

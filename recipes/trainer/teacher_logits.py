@@ -28,8 +28,8 @@ from .training_arguments import training_arguments
 HIGHEST = 64
 """Number of probabilities (k) stored per token; all other tokens count as one outcome."""
 RECORD = "logits.json"
-INDICES, LOGARITHMS = "teacher_indices", "teacher_logarithms"
-FILES = {INDICES: ("indices", np.uint32), LOGARITHMS: ("logarithms", np.float16)}
+INDICES, LOG_PROBS = "teacher_indices", "teacher_logarithms"
+FILES = {INDICES: ("indices", np.uint32), LOG_PROBS: ("logarithms", np.float16)}
 """Key of a sample -> file name and dtype."""
 
 
@@ -84,13 +84,13 @@ def _write(teacher: Any, batches: DataLoader[Sample], folder: Path, progress: Pr
     """Run the teacher, write both tensors, and return their shape (samples, length, k)."""
     count, done = len(batches.dataset), 0  # type: ignore[arg-type]
     highest = min(HIGHEST, teacher.config.vocab_size)
-    with (folder / FILES[INDICES][0]).open("wb") as indices, (folder / FILES[LOGARITHMS][0]).open("wb") as logarithms:
+    with (folder / FILES[INDICES][0]).open("wb") as indices, (folder / FILES[LOG_PROBS][0]).open("wb") as logarithms:
         for batch in batches:
             inputs = {name: value.to(teacher.device) for name, value in batch.items() if name != "labels"}
             logits = teacher(**inputs, use_cache=False)["logits"].float()
             top = logits.log_softmax(-1).topk(highest, dim=-1)
             indices.write(top.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
-            logarithms.write(top.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
+            logarithms.write(top.values.cpu().numpy().astype(FILES[LOG_PROBS][1]).tobytes())
             done += len(logits)
             progress("teacher", done, count)
     return count, logits.shape[1], highest
@@ -124,5 +124,5 @@ class WithTeacher(Dataset[Sample]):
         return len(self._samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        indices, logarithms = self._files[INDICES][index].astype(np.int64), self._files[LOGARITHMS][index].copy()
-        return self._samples[index] | {INDICES: torch.from_numpy(indices), LOGARITHMS: torch.from_numpy(logarithms)}
+        indices, logarithms = self._files[INDICES][index].astype(np.int64), self._files[LOG_PROBS][index].copy()
+        return self._samples[index] | {INDICES: torch.from_numpy(indices), LOG_PROBS: torch.from_numpy(logarithms)}

@@ -126,7 +126,7 @@ def test_poor_statistics_give_finite_heads(solve, components):
 
 def test_even_maps_give_the_same_heads():
     frame = Frame(random(2, D, 3 * D), random(3, 2, seed=1), 20 * random(3, D, D, seed=2))
-    even = frame.with_even_maps()
+    even = frame.with_normalised_maps()
     assert torch.allclose(even.heads(), frame.heads(), rtol=1e-9)
     assert torch.allclose((even.maps.mT @ even.maps).mean(0), torch.eye(D).double(), atol=1e-9)
 

@@ -207,7 +207,7 @@ def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_pa
     source, stock = open_source(folder, scratch=tmp_path), toys.STOCK["Llama"][0].from_pretrained(folder)
     tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
-    fitted = Text(text).to_calibrate_on(source, model, lambda *done: None)
+    fitted = Text(text).calibration_batch(source, model, lambda *done: None)
     losses = measure_losses(model, [ActiveTrials(model, fitted)], tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("active",), (1, 2, 3)))
     expected = toys.STOCK["Llama"][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)

@@ -62,14 +62,14 @@ def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
-    tokens = text.to_calibrate_on(source, model, silent)
+    tokens = text.calibration_batch(source, model, silent)
     assert text.described()["text"] == f"{DEFAULT_NAME}, and sequences sampled from the model"
     assert tokens.shape == (DEFAULT_WINDOWS, 1024)
     assert torch.equal(tokens[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
     writer = StreamedModel(source.store, model.config, fast_dtype())
     generated = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
     assert torch.equal(tokens[-2:].flatten(), generated.flatten())
-    assert torch.equal(tokens, text.to_calibrate_on(source, model, silent))
+    assert torch.equal(tokens, text.calibration_batch(source, model, silent))
 
 
 @pytest.mark.parametrize(("backbone", "decodes"), [("Llama", True), ("Bert", False), ("T5", False)])
@@ -93,7 +93,7 @@ def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
     for fits in (True, False):
         monkeypatch.setattr(calibrating, "fits_in_memory", lambda size, fits=fits: fits)
         text = Text.of(None, source)
-        results.append((text.described(), text.to_calibrate_on(source, model, silent)))
+        results.append((text.described(), text.calibration_batch(source, model, silent)))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
 
@@ -103,7 +103,7 @@ def test_a_large_model_writes_nothing(opened, monkeypatch):
     monkeypatch.setattr(calibrating, "MAX_SAMPLED_PARAMETERS", 1000)
     text = Text.of(None, source)
     assert text.described()["text"] == DEFAULT_NAME
-    assert text.to_calibrate_on(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
+    assert text.calibration_batch(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
 
 
 def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
@@ -111,7 +111,7 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     text = Text.of(path, source)
-    tokens = text.to_calibrate_on(source, model, silent)
+    tokens = text.calibration_batch(source, model, silent)
     assert torch.equal(tokens, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
 
 
@@ -119,11 +119,11 @@ def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (4, 128))
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
-    default_tokens = Text.of(None, source).to_calibrate_on(source, model, silent)
+    default_tokens = Text.of(None, source).calibration_batch(source, model, silent)
     assert default_tokens.shape == (DEFAULT_WINDOWS * 1024 // 96, 96)
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
-    assert Text.of(path, source).to_calibrate_on(source, model, silent).shape[1] == 96
+    assert Text.of(path, source).calibration_batch(source, model, silent).shape[1] == 96
     assert read_sample(source, None).tokens.shape[1] == 96
 
 
@@ -142,7 +142,7 @@ def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("the quick brown fox " * 999)
     texts = [
-        *(Text.of(origin, source).to_calibrate_on(source, model, silent) for origin in (None, path)),
+        *(Text.of(origin, source).calibration_batch(source, model, silent) for origin in (None, path)),
         Text.of(path, source).windows(source, TRIAL_LENGTH, TRIALS, 61),
         read_sample(source, None).tokens,
     ]

@@ -65,7 +65,7 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
     heads, stock = ComponentHeads(layout, counts), solve_layer(attention, statistics, calls, counts)
     assert all(torch.equal(source[name], tensor) for name, tensor in attention.state_dict().items())
     assert {name: tuple(statistics.sums[name].shape) for name in statistics.sums if name.startswith("fitted")} == {
-        name: shape for name, shape in heads.shapes_of_solved(backbone == "Qwen2").items() if name.startswith("fitted")
+        name: shape for name, shape in heads.shapes_of_fitted(backbone == "Qwen2").items() if name.startswith("fitted")
     }
     stored = HeadStatistics(layout, statistics.as_tensors())
     new = heads.rewrite(source, stored)

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from crosshead.conversion.writing.shard_writer import write_growing
+from crosshead.conversion.writing.shard_writer import write_streamed
 
 GROUPS = [
     {"0.gram": torch.rand(2, 3, 5, dtype=torch.float64), "0.change": torch.rand(4, 6)},
@@ -17,7 +17,7 @@ GROUPS = [
 def test_it_holds_what_came(tmp_path):
     path = tmp_path / "grown.safetensors"
     tensors = {name: tensor for group in GROUPS for name, tensor in group.items()}
-    write_growing(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, GROUPS, {"made_for": "x"})
+    write_streamed(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, GROUPS, {"made_for": "x"})
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
     assert all(loaded[name].equal(tensors[name]) and loaded[name].dtype == tensors[name].dtype for name in tensors)
@@ -33,6 +33,6 @@ def test_an_error_between_leaves_no_readable_file(tmp_path):
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        write_growing(path, dict.fromkeys(GROUPS[0], ()), groups(), {})
+        write_streamed(path, dict.fromkeys(GROUPS[0], ()), groups(), {})
     with pytest.raises(Exception, match="header"):
         load_file(path)

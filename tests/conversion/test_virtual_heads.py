@@ -61,7 +61,7 @@ def calibrated(model, length=40):
 def with_output(statistics, counts):
     """Return the statistics with a random change of the output projection."""
     heads = ComponentHeads(statistics.layout, counts)
-    shape = heads.shapes_of_solved(biased=False)[heads.output_name]
+    shape = heads.shapes_of_fitted(biased=False)[heads.output_name]
     change = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return HeadStatistics(statistics.layout, statistics.sums | {heads.output_name: change})
 
@@ -225,7 +225,7 @@ def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatc
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
     expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
     result = ComponentHeads(layout, counts).solved(statistics)
-    shapes = ComponentHeads(layout, counts).shapes_of_solved(biased=backbone == "Qwen2")
+    shapes = ComponentHeads(layout, counts).shapes_of_fitted(biased=backbone == "Qwen2")
     assert {name: tuple(tensor.shape) for name, tensor in result.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith(("output", "fitted"))
     }

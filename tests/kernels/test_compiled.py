@@ -20,8 +20,8 @@ MOST_SHARED = 227 * 1024
 """Maximum bytes of shared memory per program on an H100."""
 KERNELS = {
     "mixture": {"list_tokens", "attend", "query_gradients", "key_gradients", "_look"},
-    "token": {"attend_to_part", "join_parts"},
-    "talking": {"softmax_norms", "weighted_values", "_look"},
+    "token": {"decode_split", "merge_splits"},
+    "talking": {"softmax_stats", "weighted_values", "_look"},
 }
 
 

@@ -15,9 +15,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 
 from crosshead.modeling.kernels import routed_decode_triton, triton_backends
-from crosshead.modeling.kernels.routed_decode_triton import attend_to_chosen
+from crosshead.modeling.kernels.routed_decode_triton import decode_selected
 from crosshead.modeling.kernels.triton_backends import mixture_eligible
-from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, logits_in_parts, plain, routes, seen_under
+from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, allowed_keys, logits_in_parts, plain, routes
 from toys import mixed_model, tokens
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ KINDS = [kind for kind in MASKS if kind != "all"]
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_decode_triton, "PART", 32)
     monkeypatch.setattr(routed_decode_triton, "PARTS", 2)
-    monkeypatch.setattr(routed_decode_triton, "keys_at_once", lambda *_: 16)
+    monkeypatch.setattr(routed_decode_triton, "keys_per_tile", lambda *_: 16)
     # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)
 
@@ -49,9 +49,9 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     q = laid_out(sizes[0], groups * size, 1, features).to(dtype)
     k, v = (laid_out(sizes[0], groups, sizes[2], of_side).to(dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
-    result = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    result = decode_selected(q, k, v, chosen, mask, SCALING)
     assert result.dtype == dtype
-    expected = plain(q.double(), k.double(), v.double(), chosen, seen_under(kind, sizes, mask))
+    expected = plain(q.double(), k.double(), v.double(), chosen, allowed_keys(kind, sizes, mask))
     result = result * chosen[..., None]
     assert (result - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
 
@@ -73,7 +73,7 @@ def test_what_is_not_needed_is_not_read(head: int) -> None:
     k[0, head, :50], v[0, head, :50] = torch.randn(2, 50, 4)
     chosen, mask = torch.zeros(2, 1, 8, dtype=torch.bool), (torch.arange(70) < 50)[None, None]
     chosen[0, 0, 2 * head] = True
-    result = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    result = decode_selected(q, k, v, chosen, mask, SCALING)
     expected = plain(q[:1], k[:1, :, :50], v[:1, :, :50], chosen[:1], torch.ones(1, 1, 50, dtype=torch.bool))
     torch.testing.assert_close(result[0, 0, 2 * head], expected[0, 0, 2 * head])
     assert not result[1].any() and not result.isnan().any()
@@ -86,9 +86,9 @@ def key_counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
         key_counts.append(key.shape[2])
-        return attend_to_chosen(query, key, *rest)
+        return decode_selected(query, key, *rest)
 
-    monkeypatch.setattr(routed_decode_triton, "attend_to_chosen", recorded)
+    monkeypatch.setattr(routed_decode_triton, "decode_selected", recorded)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     return key_counts
 

@@ -20,8 +20,8 @@ from random_calls import MAKERS, TOLERANCES, check
 pytestmark = pytest.mark.slow
 
 KERNELS = (
-    (routed_triton, "attend_chosen"),
-    (routed_decode_triton, "attend_to_chosen"),
+    (routed_triton, "attend_selected"),
+    (routed_decode_triton, "decode_selected"),
     (talking_triton, "attend_in_tiles"),
 )
 MECHANISMS = ("mixture", "mixture-token", "talking")

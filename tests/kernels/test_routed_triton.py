@@ -15,7 +15,7 @@ import triton.language as tl
 
 import oracle_layers
 from crosshead.modeling.kernels import routed_triton, triton_backends
-from crosshead.modeling.kernels.routed_triton import Tile, attend_chosen
+from crosshead.modeling.kernels.routed_triton import Tile, attend_selected
 from oracle_layers import assert_sdpa_agrees
 from routed_cases import (
     INPUTS,
@@ -24,13 +24,13 @@ from routed_cases import (
     SCALING,
     SKIPPING,
     WINDOW,
+    allowed_keys,
     check,
     logits_and_gradients,
     logits_in_parts,
     lower,
     plain,
     routes,
-    seen_under,
     window,
 )
 from toys import mixed_model, tokens
@@ -56,14 +56,14 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     q = heads_of(sizes[0], groups * size, queries, features, dtype)
     k, v = (heads_of(sizes[0], groups, sizes[2], of_side, dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
-    result = attend_chosen(q, k, v, chosen, mask, SCALING, kind != "all")
-    check(result, [q, k, v], chosen, seen_under(kind, sizes, mask), TOLERANCES[dtype])
+    result = attend_selected(q, k, v, chosen, mask, SCALING, kind != "all")
+    check(result, [q, k, v], chosen, allowed_keys(kind, sizes, mask), TOLERANCES[dtype])
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_triton, "tiles_of", lambda *_: (random.choice(TILES), random.choice(TILES)))
-    monkeypatch.setattr(routed_triton, "MOST_TOKENS", 16)
+    monkeypatch.setattr(routed_triton, "MAX_TOKENS", 16)
     # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_triton.FACTORS, torch.bfloat16, tl.float32)
 
@@ -82,7 +82,7 @@ def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
 def test_nothing_and_everything(chosen: bool) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
     routed = torch.full((1, 40, 2), chosen)
-    result = attend_chosen(q, k, v, routed, None, SCALING, True)
+    result = attend_selected(q, k, v, routed, None, SCALING, True)
     assert bool(result.any()) == chosen
     check(result, [q, k, v], routed, lower((1, 40, 40)), TOLERANCES[q.dtype])
 
@@ -90,7 +90,7 @@ def test_nothing_and_everything(chosen: bool) -> None:
 def test_a_mask_of_one_sequence_holds_for_all() -> None:
     q, k, v = (torch.randn(3, 2, 20, 8, requires_grad=True) for _ in range(3))
     mask, chosen = window((1, 20, 20)), routes((3, 20, 20), 2)
-    result = attend_chosen(q, k, v, chosen, mask, SCALING, True)
+    result = attend_selected(q, k, v, chosen, mask, SCALING, True)
     check(result, [q, k, v], chosen, mask.expand(3, -1, -1), TOLERANCES[q.dtype])
 
 
@@ -100,7 +100,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     mask, chosen = lower((1, 64, 64)) & (torch.arange(64) >= 32), torch.ones(1, 64, 1, dtype=torch.bool)
     k[:, :, :32] = v[:, :, :32] = torch.nan
     expected = plain(q[:, :, 32:], k[:, :, 32:], v[:, :, 32:], chosen[:, 32:], lower((1, 32, 32)))
-    result = attend_chosen(q, k, v, chosen, mask, SCALING, True)
+    result = attend_selected(q, k, v, chosen, mask, SCALING, True)
     torch.testing.assert_close(result[:, 32:], expected)
     assert not result[:, :32].any()
 
@@ -112,9 +112,9 @@ def query_shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
     def in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
         shapes.append(q.shape)
-        return attend_chosen(q.float(), k.float(), v.float(), *rest).to(q.dtype)
+        return attend_selected(q.float(), k.float(), v.float(), *rest).to(q.dtype)
 
-    monkeypatch.setattr(routed_triton, "attend_chosen", in_float32)
+    monkeypatch.setattr(routed_triton, "attend_selected", in_float32)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
@@ -158,7 +158,7 @@ def test_autocast_gives_its_dtype() -> None:
     q, k, v = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8).bfloat16()
     chosen = torch.ones(1, 20, 2, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16):
-        result = attend_chosen(q, k, v, chosen, None, SCALING, True)
+        result = attend_selected(q, k, v, chosen, None, SCALING, True)
     assert result.dtype == torch.bfloat16
     assert (result - plain(q, k, v.float(), chosen, lower((1, 20, 20)))).abs().max() < 0.05
 

@@ -83,7 +83,7 @@ def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
     recipe = replace(recipe, train=replace(recipe.train, lora=LoraOptions(4, 8.0)))
     whole, other = (Run(recipe, folder, name) for name in ("alone", "changed"))
     whole.finish()
-    statuses = other.stop_behind(recipe.steps // 2, signal.SIGTERM, processes=2)
+    statuses = other.stop_after(recipe.steps // 2, signal.SIGTERM, processes=2)
     other.finish()
     first, second = whole.losses(), other.losses()
     greatest = max(abs(first[step] - second[step]) for step in first)

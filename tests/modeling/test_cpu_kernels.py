@@ -37,10 +37,10 @@ EXPLICIT: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the thresholds so that small calls are eligible."""
-    monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 1.0)
+    monkeypatch.setattr(cpu_mixture, "MIN_QUERIES", 1)
+    monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 1.0)
     monkeypatch.setattr(cpu_mixture, "BLOCK_ROWS", 8)
-    monkeypatch.setattr(cpu_explicit, "LEAST_KEYS", 8)
+    monkeypatch.setattr(cpu_explicit, "MIN_KEYS", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
@@ -161,7 +161,7 @@ def mixture_fits(
 def test_mixture_conditions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each condition alone makes a call ineligible."""
     assert not mixture_fits()
-    monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 16)
+    monkeypatch.setattr(cpu_mixture, "MIN_QUERIES", 16)
     assert mixture_fits()
     assert not mixture_fits(**UNFIT[case])
     with torch.autocast("cpu"):

@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return skip(layer, hidden, gates)
 
     monkeypatch.setattr(cpu_mixture_layer, "mixture_layer", noted)
-    monkeypatch.setattr(cpu_mixture_layer, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(cpu_mixture_layer, "MIN_TOKENS", 2)
     yield token_counts
 
 

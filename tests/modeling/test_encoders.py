@@ -50,7 +50,7 @@ NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj
 
 def attention_of(model: Any) -> Any:
     """Return the attention module of the last layer."""
-    _, parent, name = [*model.base_model._attention_places()][-1]
+    _, parent, name = [*model.base_model._attention_modules()][-1]
     return getattr(parent, name)
 
 

@@ -33,8 +33,8 @@ def sparse_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return skip(query, *rest)
 
     monkeypatch.setattr(cpu_mixture, "routed_heads", noted)
-    monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 2)
-    monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 1.0)
+    monkeypatch.setattr(cpu_mixture, "MIN_QUERIES", 2)
+    monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 1.0)
     monkeypatch.setattr(cpu_mixture, "BLOCK_ROWS", 3)
     yield query_counts
 
@@ -58,7 +58,7 @@ def test_model(kind: str, changes: dict[str, Any], sparse_calls: list[int], monk
     model = mixed_model("Qwen3", SKIPPING, "sdpa", **changes).double()
     sparse = logits_and_gradients(model, kind)
     assert sparse_calls == [12, 12]
-    monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
+    monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 0.0)
     for ours, dense in zip(sparse, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # norms and positions run in float32
     assert sparse_calls == [12, 12]
@@ -86,7 +86,7 @@ def test_a_router_that_chooses_one_head_for_all(
     sparse = logits_and_gradients(model, kind)
     assert sparse_calls == [12, 12]
     assert all((gate[..., 1:] != 0).sum((0, 1)).tolist() == [24 * (i == head) for i in range(3)] for gate in gates)
-    monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
+    monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 0.0)
     for ours, dense in zip(sparse, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)
     assert sparse_calls == [12, 12]
@@ -106,7 +106,7 @@ def test_a_long_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     ids = tokens(1, 2100)
     with torch.no_grad():
         sparse = model(ids).logits
-        monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 0.0)
+        monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 0.0)
         expected = model(ids).logits
     assert torch.equal(sparse, expected) == (dtype == torch.bfloat16)
     torch.testing.assert_close(sparse, expected, rtol=1e-3, atol=1e-3)

@@ -19,7 +19,7 @@ from transnext_toys import CASES, CONSTANT, IMAGES, LABELS, ROUTED, SIZES, model
 
 def attention_layers(model: Any) -> list[Any]:
     """Return the attention modules of all layers."""
-    return [getattr(parent, name) for _, parent, name in model.base_model._attention_places()]
+    return [getattr(parent, name) for _, parent, name in model.base_model._attention_modules()]
 
 
 @pytest.mark.parametrize(("case", "size"), grid(CASES, [(5, 6), (1, 3), (4, 4)], strength=1))
@@ -209,7 +209,7 @@ def test_initial_values() -> None:
 
 def test_drop_path_grows_and_drops() -> None:
     model = model_of({}, drop_path_rate=0.5).train()
-    rates = [layer.drop_path.drop_prob for _, layer, _ in model.transnext._attention_places()]
+    rates = [layer.drop_path.drop_prob for _, layer, _ in model.transnext._attention_modules()]
     assert rates == [0.0, 0.125, 0.25, 0.375, 0.5]
     torch.manual_seed(0)
     assert not torch.equal(model(IMAGES).logits, model(IMAGES).logits)

@@ -14,7 +14,7 @@ from crosshead.recipes.trainer.loss import (
     attention_errors,
     attention_states,
 )
-from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS
+from crosshead.recipes.trainer.teacher_logits import INDICES, LOG_PROBS
 from crosshead.recipes.trainer.text_objectives import NextToken
 from toys import CASES, mixed_model, stock_model, tokens
 
@@ -99,7 +99,7 @@ def test_a_teacher_on_disk():
     alone = TrainingLoss(
         NextToken(RECIPE), HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None
     )
-    loss, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
+    loss, _ = alone(model, batch() | {INDICES: stored.indices, LOG_PROBS: stored.values}, ITEMS, 0)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 
 

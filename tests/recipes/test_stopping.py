@@ -168,7 +168,7 @@ def test_all_processes_stop_together_and_one_goes_on(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40, train={"micro_batch": 2})
     train(recipe)
     stopped = Run(recipe, tmp_path, "stopped")
-    assert stopped.stop_behind(4, signal.SIGTERM, processes=2) == [128 + signal.SIGTERM] * 2, stopped.told()
+    assert stopped.stop_after(4, signal.SIGTERM, processes=2) == [128 + signal.SIGTERM] * 2, stopped.told()
     assert 4 < len(stopped.losses()) < 12
     stopped.finish()
     assert list(stopped.losses().values()) == pytest.approx(losses(recipe), abs=1e-5)

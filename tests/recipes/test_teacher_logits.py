@@ -18,7 +18,7 @@ from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import vocabulary_size
-from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, run_key, save_teacher
+from crosshead.recipes.trainer.teacher_logits import INDICES, LOG_PROBS, WithTeacher, run_key, save_teacher
 from toy_training import KNOCKING, MIXTURE, killed, losses, resumed, toy_run, train, weights
 
 
@@ -72,7 +72,7 @@ def test_they_are_the_teachers_highest(recipe, tmp_path):
         item = stored[index]
         assert all(torch.equal(item[name], sample[name]) for name in sample)
         expected = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).topk(64)
-        torch.testing.assert_close(item[LOGARITHMS].float(), expected.values, rtol=1e-3, atol=0)
+        torch.testing.assert_close(item[LOG_PROBS].float(), expected.values, rtol=1e-3, atol=0)
         chosen = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).gather(-1, item[INDICES])
         torch.testing.assert_close(chosen, expected.values)  # the same tokens, but for the order of equal ones
     assert [progress for progress in reports if progress[0] == "teacher"] == [

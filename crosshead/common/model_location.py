@@ -9,7 +9,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 RESULT, TRAINING = "model", "training.json"
 """Name of the model folder that a training run writes, and of the training record in it."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Maximum number of layers; the loading of a damaged config with more would not end."""
 LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 LICENCE_FILES = tuple(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md"))
@@ -26,14 +26,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return model, revision
 
 
-def expanded(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """The path with `~` replaced by the home folder. `Path.expanduser` would raise for `~` of an unknown user."""
     return Path(os.path.expanduser(path))
 
 
 def model_label(name: str) -> str:
     """A short name of the model: its Hub id, its folder name or, for the result of a training run, the run name."""
-    if not (path := expanded(name)).is_dir():
+    if not (path := expand_home(name)).is_dir():
         return name
     path = path.resolve()
     return path.parent.name if path.name == RESULT and (path / TRAINING).is_file() else path.name
@@ -55,10 +55,10 @@ def placed(name: str) -> dict[str, str]:
 
 
 def check_layers(config: Any, name: str, error_type: type[ValueError]) -> None:
-    """Raise `error_type` if a config has more than MOST_LAYERS layers."""
+    """Raise `error_type` if a config has more than MAX_LAYERS layers."""
     layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise error_type(f"{name} has num_hidden_layers={layers}: use at most {MOST_LAYERS:,}")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise error_type(f"{name} has num_hidden_layers={layers}: use at most {MAX_LAYERS:,}")
 
 
 def foreign_link(path: Path, folder: Path) -> Path | None:

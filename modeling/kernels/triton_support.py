@@ -11,7 +11,7 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported dtypes of q, k and v; the kernels accumulate in float32."""
-MOST_FEATURES = 256
+MAX_FEATURES = 256
 """Maximum head size: tiles of larger heads do not fit in shared memory."""
 
 
