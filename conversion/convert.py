@@ -18,11 +18,11 @@ from .architectures.families import (
     PREFIX,
     architecture_of,
     check_plain,
+    encoder_only_fields,
     family_of,
     read_config,
     tensor_shapes,
     tied_tensors,
-    without_decoder,
 )
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.images import calibration_input
@@ -232,7 +232,7 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
     """Return a crosshead config: a source's config with changes; `ConversionError` if mechanisms do not fit it."""
     family = FAMILIES[content["model_type"]]
     try:
-        config = family.crosshead.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})
+        config = family.crosshead.from_dict({**without_tokens(content)[0], **encoder_only_fields(content), **changes})
         config.architectures = [PREFIX.removesuffix("_").capitalize() + architecture_of(config)]
         return config
     except ValueError as error:

@@ -78,7 +78,7 @@ def run(
     unless `restart` discards them.
     """
     source, out = request.source, expand_home(out)
-    for path in source.store.places:
+    for path in source.store.paths:
         check_apart(path, out)
     if plan_only:
         return _dry_run(request, out, overwrite, progress)

@@ -11,7 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.model_location import check_layers, expand_home, model_label, placed, split_revision
+from crosshead.common.model_location import (
+    check_layers,
+    expand_home,
+    model_label,
+    pretrained_arguments,
+    split_revision,
+)
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -109,7 +115,7 @@ def parameter_count(opened: Opened, auto_class: Any = AutoModelForCausalLM) -> i
 def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
     """Load a part of a model by its Auto class; `EvalError` with one line for any failure."""
     try:
-        return auto_class.from_pretrained(**placed(name), trust_remote_code=trust_remote_code, **options)
+        return auto_class.from_pretrained(**pretrained_arguments(name), trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways
         reason = one_line(error)
         if "trust_remote_code" in reason and not trust_remote_code:

@@ -50,7 +50,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return config.num_channels, height, width
 
 
-def alias(name: str) -> Any:
+def submodule_property(name: str) -> Any:
     """Return a property for the submodule `name`: the attention forward uses the property, checkpoints use `name`."""
     # `operator.attrgetter` would break the compiled graph.
     return property(lambda module: reduce(getattr, name.split("."), module))

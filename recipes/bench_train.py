@@ -23,7 +23,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress, silent
 from crosshead.evals.bench.machine import machine
 from crosshead.evals.bench.models import SHAPE as LAYERS
-from crosshead.evals.bench.pairs import in_turn, seconds
+from crosshead.evals.bench.pairs import measure_alternating, seconds
 from crosshead.modeling.options import unknown
 
 from .data.training_data import TrainingData, open_data
@@ -125,7 +125,7 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
 def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None], steps: int) -> list[list[float]]:
     """Return the seconds of each step of our run and of the stock run; the first step includes the startup."""
     with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
-        times = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
+        times = measure_alternating(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
     return [times["ours"], times["baseline"]]
 
 

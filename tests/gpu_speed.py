@@ -15,7 +15,7 @@ import torch
 from crosshead.evals.bench.case import TIME, Case, on_device
 from crosshead.evals.bench.cases import ATTENTION, DECODE, MIXTURE, TALKING
 from crosshead.evals.bench.machine import machine
-from crosshead.evals.bench.pairs import Reading, Run, in_turn
+from crosshead.evals.bench.pairs import Reading, Run, measure_alternating
 from crosshead.evals.bench.run import bench_lines, measure_case
 from crosshead.modeling.mechanisms.talking import HeadMaps
 from random_calls import attend
@@ -65,7 +65,7 @@ def queued(figures: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
     """Measure a case of attention alone again by the GPU's clock; return the updated figures."""
     with on_device("cuda"):
         ours, baseline = (by_the_gpu(side) for side in case.pair())
-        figures = figures | in_turn(ours, baseline, rounds)
+        figures = figures | measure_alternating(ours, baseline, rounds)
     target = figures["target"]
     return figures | {"met": None if target is None else figures["median_ratio"] <= target}
 

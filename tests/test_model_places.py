@@ -7,7 +7,7 @@ import torch
 
 import toys
 from crosshead.common.errors import EvalError, RecipeError
-from crosshead.common.model_location import model_label, placed, split_revision
+from crosshead.common.model_location import model_label, pretrained_arguments, split_revision
 from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.trainer import models
@@ -87,7 +87,7 @@ def test_a_name_is_split(name, parts):
 def test_an_existing_folder_has_no_revision(tmp_path):
     folder = tmp_path / "toy@v1"
     folder.mkdir()
-    assert placed(str(folder)) == {"pretrained_model_name_or_path": str(folder)}
+    assert pretrained_arguments(str(folder)) == {"pretrained_model_name_or_path": str(folder)}
 
 
 def test_an_evaluation_reads_the_revision(hub, saved):

@@ -50,13 +50,13 @@ class Run:
         """Run a session to the end of training; raise RuntimeError if a process fails."""
         statuses = self.end(processes, *changes)
         if any(statuses):
-            raise RuntimeError(f"exit statuses {statuses}:\n{self.told()[-3000:]}")
+            raise RuntimeError(f"exit statuses {statuses}:\n{self.log_text()[-3000:]}")
 
     def end(self, processes: int = 1, *changes: str) -> list[int]:
         """Run a session until it ends for any reason; return the exit statuses."""
         return _statuses(self.start(processes, *changes))
 
-    def told(self) -> str:
+    def log_text(self) -> str:
         """Return the combined log (stdout and stderr) of all sessions."""
         return self._log.read_text()
 
@@ -84,7 +84,7 @@ class Run:
             if lines and int(lines[-1].split()[0]) >= step:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"step {step} was never reached:\n{self.told()[-3000:]}")
+                raise RuntimeError(f"step {step} was never reached:\n{self.log_text()[-3000:]}")
             time.sleep(0.01)
 
     def metrics(self) -> list[dict[str, Any]]:

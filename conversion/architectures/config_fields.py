@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
 from crosshead.modeling.options import is_whole
 
@@ -25,7 +25,7 @@ def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -
         for field in fields.split():
             value = content.get(field)
             if value is not None and not (is_whole(value) and 1 <= value <= maximum):
-                raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
+                raise ConversionError(f"{where} has {field}={quoted(value)}: use an integer from 1 to {maximum}")
     layers = content.get("num_hidden_layers") or 1
     for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if layers * (content.get(field) or 1) > MAX_EXPERTS:
@@ -34,4 +34,4 @@ def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -
             )
     for field, value in content.items():
         if callable(getattr(config_class, field, None)):  # transformers would replace the method by the value
-            raise ConversionError(f"{where} has {field}={shown(value)}: it is not a field of a config, remove it")
+            raise ConversionError(f"{where} has {field}={quoted(value)}: it is not a field of a config, remove it")

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.backbones.albert import CrossheadAlbertConfig
 from crosshead.modeling.backbones.bert import CrossheadBertConfig
@@ -171,7 +171,7 @@ def architecture_of(config: Any) -> str:
     return named if family.is_encoder and named in classes_of(family) else family.architecture
 
 
-def without_decoder(content: Mapping[str, Any]) -> dict[str, Any]:
+def encoder_only_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config field `is_encoder_decoder=False` for a T5EncoderModel checkpoint, else no field."""
     names = content.get("architectures")
     is_encoder = isinstance(names, list) and bool(names) and str(names[0]).endswith("T5EncoderModel")
@@ -260,17 +260,17 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
     names, old_name = content.get("architectures"), "T5WithLMHeadModel"
     if kind == "stock" and family.is_encoder and names and names[0] not in (*classes_of(family), old_name):
         raise ConversionError(
-            f"config.json of {name} has architectures={shown(names)}: convert one of {', '.join(classes_of(family))}; "
-            "load the checkpoint with this class and save it"
+            f"config.json of {name} has architectures={quoted(names)}: convert one of {', '.join(classes_of(family))}"
+            "; load the checkpoint with this class and save it"
         )
     if kind == "stock" and content.get("expert_bias"):
         raise ConversionError(
-            f"config.json of {name} has expert_bias={shown(content['expert_bias'])}, but a stock router has no bias: "
+            f"config.json of {name} has expert_bias={quoted(content['expert_bias'])}, but a stock router has no bias: "
             "remove the field"
         )
     try:
         config_class = family.stock if kind == "stock" else family.crosshead
-        config = config_class.from_dict(content | without_decoder(content))
+        config = config_class.from_dict(content | encoder_only_fields(content))
         empty_model(config, attn_implementation="eager")  # some values are checked only when a model is created
         return config
     except Exception as error:  # a config may contain anything, and transformers raises many types of errors
@@ -284,7 +284,7 @@ def check_plain(content: dict[str, Any], name: str) -> None:
         code = {key: value for key, value in code.items() if not key.startswith("AutoTokenizer")}
     if code:
         raise ConversionError(
-            f"{name} has its own modeling code (auto_map={shown(code)}), which is not run: if it is a plain "
+            f"{name} has its own modeling code (auto_map={quoted(code)}), which is not run: if it is a plain "
             f"{content['model_type']} model nevertheless, copy it and remove auto_map from config.json"
         )
 

@@ -18,7 +18,7 @@ def predicts_tokens(config: Any) -> bool:
 def layer_parts(config: Any) -> list[tuple[str, int]]:
     """Return (part, index within the part) of each attention layer of a T5; empty for other models."""
     family = family_of(config)
-    return family.crosshead.places(config) if family.stacks else []
+    return family.crosshead.attention_modules(config) if family.stacks else []
 
 
 def parts_of(config: Any) -> dict[str, list[int]]:

@@ -42,7 +42,7 @@ def solve_layer(
     """
     heads = ComponentHeads(statistics.layout, counts)
     tensors = {name: tensor.cpu() for name, tensor in attention.state_dict().items()}
-    statistics.sums |= heads.solved(statistics)
+    statistics.sums |= heads.fitted(statistics)
     compressed = heads.approximate(tensors, statistics)
     changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
     statistics.sums[heads.output_name] = output_change(attention, calls, changed)

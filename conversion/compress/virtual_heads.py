@@ -81,7 +81,7 @@ class ComponentHeads:
         """Return the sides that have fewer components than heads."""
         return [side for side, count in self.counts.sides.items() if count < self.layout.key_value_heads]
 
-    def solved(self, statistics: HeadStatistics) -> Tensors:
+    def fitted(self, statistics: HeadStatistics) -> Tensors:
         """Return the fitted order of heads and frames, by calibration name; slow unless `statistics` contain them."""
         statistics = self.with_order(statistics)
         names = [self._order_name] if self.counts.reorders else []

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
 
 from ..sources.tensor_store import DTYPES
@@ -62,7 +62,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ConversionError(
-            f"{file.paths[0]} has general.architecture={shown(name)}, which cannot be converted: use one of "
+            f"{file.paths[0]} has general.architecture={quoted(name)}, which cannot be converted: use one of "
             f"{', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
@@ -128,7 +128,7 @@ class _ModelMetadata:
 
     def error(self, key: str, problem: str) -> ConversionError:
         """Return the error that names a key, its value and the problem."""
-        return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self.values.get(key))}, {problem}")
+        return ConversionError(f"{self.path} has {self._prefix}{key}={quoted(self.values.get(key))}, {problem}")
 
 
 def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:

@@ -91,7 +91,7 @@ def run_gguf(
             "convert that with llama.cpp"
         )
     out = expand_home(out)
-    for source_path in request.source.store.places:
+    for source_path in request.source.store.paths:
         check_apart(source_path, out)
     if plan_only:
         check_file(out, MAGIC, overwrite)

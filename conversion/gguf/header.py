@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import opened
+from crosshead.common.file_bytes import open_regular_file
 
 _PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 MAGIC = b"GGUF"
@@ -71,12 +71,12 @@ def read_gguf(path: Path) -> GgufFile:
         count = part_metadata.get("split.count", len(paths))
         if count not in (0, len(paths)):
             raise ConversionError(
-                f"{part} is one of {shown(count)} parts: put all of them into its folder, named as "
+                f"{part} is one of {quoted(count)} parts: put all of them into its folder, named as "
                 "x-00001-of-00002.gguf"
             )
         if duplicates := sorted(tensors.keys() & part_tensors.keys()):
             raise ConversionError(
-                f"{part} contains tensor {shown(duplicates[0])} of an earlier part: download it again"
+                f"{part} contains tensor {quoted(duplicates[0])} of an earlier part: download it again"
             )
         tensors |= part_tensors
     if not tensors:
@@ -85,7 +85,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    with opened(path) as (descriptor, status), open(descriptor, "rb", closefd=False) as file:
+    with open_regular_file(path) as (descriptor, status), open(descriptor, "rb", closefd=False) as file:
         cursor = _Cursor(path, file, status.st_size)
         if cursor.take(4) != MAGIC:
             raise ConversionError(f"{path} does not begin with {MAGIC.decode()}: it is not a GGUF file")
@@ -103,7 +103,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
         raise ConversionError(
-            f"{path} has general.alignment={shown(alignment)}: it must be a positive number of bytes"
+            f"{path} has general.alignment={quoted(alignment)}: it must be a positive number of bytes"
         )
     data = -(-cursor.position // alignment) * alignment
     tensors = {name: _tensor(path, name, shape, number, data + offset) for name, shape, number, offset in table}
@@ -112,7 +112,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     for name, tensor in tensors.items():
         if tensor.start + tensor.size > status.st_size:
             raise ConversionError(
-                f"{path} is truncated: tensor {shown(name)} ends at byte {tensor.start + tensor.size} of "
+                f"{path} is truncated: tensor {quoted(name)} ends at byte {tensor.start + tensor.size} of "
                 f"{status.st_size}; download it again"
             )
     return metadata, tensors
@@ -123,7 +123,7 @@ def _read_row(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text()
     (dimensions,) = cursor.numbers("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
-        raise ConversionError(f"{cursor.path}: tensor {shown(name)} has {dimensions} dimensions: download it again")
+        raise ConversionError(f"{cursor.path}: tensor {quoted(name)} has {dimensions} dimensions: download it again")
     shape = tuple(reversed(cursor.numbers(f"{dimensions}Q")))
     number, offset = cursor.numbers("IQ")
     return name, shape, number, offset
@@ -132,7 +132,7 @@ def _read_row(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
 def _tensor(path: Path, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    where = f"{path}: tensor {shown(name)}"
+    where = f"{path}: tensor {quoted(name)}"
     try:
         quantisation = GGMLQuantizationType(number)
     except ValueError as error:

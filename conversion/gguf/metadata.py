@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
 
 from .config import EXPERT_SIZES, SIZES, llama3_factors
@@ -151,5 +151,5 @@ def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int
 def _refused(field: str, value: Any, where: str = "") -> ConversionError:
     suffix = f" {where}" if where else ""
     return ConversionError(
-        f"the model has {field}={shown(value)}, which llama.cpp does not support{suffix}: fold it to a folder instead"
+        f"the model has {field}={quoted(value)}, which llama.cpp does not support{suffix}: fold it to a folder instead"
     )

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError, one_line
 
 from ..sources.tensor_store import DTYPES, Entry, shard_names
@@ -30,7 +30,7 @@ class GgufStore:
     def __init__(self, path: Path) -> None:
         require_gguf()
         self.file = read_gguf(path)
-        self.places = self.file.paths
+        self.paths = self.file.paths
         for name, tensor in self.file.tensors.items():
             check_format(name, tensor)
         factors = self.file.tensors.get(ROPE_FACTORS)
@@ -69,7 +69,7 @@ class GgufStore:
         names = stock_names(name, min(experts, source.shape[0]))  # a damaged number of experts may be huge
         if not names:
             raise ConversionError(
-                f"{source.path} contains the tensor {shown(name)}, which the stock model does not have: convert the "
+                f"{source.path} contains the tensor {quoted(name)}, which the stock model does not have: convert the "
                 "checkpoint that it was made from"
             )
         is_stacked = None not in names.values()

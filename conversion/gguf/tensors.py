@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import CHUNK, fill, opened
+from crosshead.common.file_bytes import CHUNK, fill, open_regular_file
 
 from ..sources.tensor_store import DTYPE_NAMES, DTYPES, Entry
 from .header import GgufTensor
@@ -124,7 +124,7 @@ class StockTensor:
         unit = self.head_rows or 1
         step = max(1, CHUNK // (row_size * unit)) * unit
         start = self.source.start + (self.expert or 0) * rows * packed
-        with opened(self.source.path) as (descriptor, _):
+        with open_regular_file(self.source.path) as (descriptor, _):
             for row in range(0, rows, step):
                 count = min(step, rows - row)
                 raw = torch.empty(count, packed, dtype=torch.uint8)

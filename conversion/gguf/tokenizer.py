@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from crosshead.common.checked_json import shown
+from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
 
 from .config import TOKENS
@@ -115,11 +115,11 @@ def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
 def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
     normaliser = content["normalizer"]
     if normaliser not in (None, {"type": "NFC"}):
-        raise _refused(name, f"has the normaliser {shown(normaliser)}")
+        raise _refused(name, f"has the normaliser {quoted(normaliser)}")
     parts = _flat(content["pre_tokenizer"])
     known = next((key for key, expected in PRE_TOKENISERS.items() if parts == expected), None)
     if known is None:
-        raise _refused(name, f"has a pre-tokeniser other than {', '.join(PRE_TOKENISERS)}: {shown(parts)}")
+        raise _refused(name, f"has a pre-tokeniser other than {', '.join(PRE_TOKENISERS)}: {quoted(parts)}")
     return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": known, "tokenizer.ggml.add_space_prefix": False}
 
 
@@ -147,7 +147,7 @@ def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
     elif steps == [None] and [part["type"] for part in parts] == ["Metaspace"] and not parts[0].get("split", True):
         has_prefix = parts[0]["prepend_scheme"] != "never"
     else:
-        raise _refused(name, f"has the normaliser {shown(normaliser)} and the pre-tokenisers {shown(parts)}")
+        raise _refused(name, f"has the normaliser {quoted(normaliser)} and the pre-tokenisers {quoted(parts)}")
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
@@ -195,7 +195,7 @@ def _added(tokenizer: Any, ids: Mapping[str, Any], name: str) -> Metadata:
     for start, end in ((False, False), (True, False), (False, True), (True, True)):
         if complete == [bos] * start + plain + [eos] * end:
             return {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
-    raise _refused(name, f"adds other tokens than BOS and EOS to a text: {shown(complete)} for {shown(plain)}")
+    raise _refused(name, f"adds other tokens than BOS and EOS to a text: {quoted(complete)} for {quoted(plain)}")
 
 
 def _templates(templates: str | Mapping[str, str] | None) -> Metadata:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
-from crosshead.common.checked_json import read_object, shown
+from crosshead.common.checked_json import quoted, read_object
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.model_location import expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
@@ -80,7 +80,7 @@ def open_source(
     if revision is None and isinstance(source, str):
         source, revision = split_revision(source)
     if isinstance(source, Path) or _looks_like_path(source):
-        raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
+        raise ConversionError(f"{quoted(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
     in_folders = [f"{name}/*{ending}" for name, ending in FOLDERS.items()]
     folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, *in_folders, *further_files])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
@@ -223,7 +223,7 @@ def _download(repository: str, revision: str | None, side_files: list[str]) -> t
         raise
     except Exception as error:  # the exceptions of the HTTP library differ between versions of the Hub's client
         reason = _explain(error, revision)
-        raise ConversionError(f"{shown(repository)}, which is not a local folder, {reason}") from error
+        raise ConversionError(f"{quoted(repository)}, which is not a local folder, {reason}") from error
     return folder, folder.name
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from crosshead.common.checked_json import parse_object, read_object, shown
+from crosshead.common.checked_json import parse_object, quoted, read_object
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import chunks_at, fill, opened, read_at
+from crosshead.common.file_bytes import chunks_at, fill, open_regular_file, read_at
 
 from .tensor_store import STORED, Entry
 
@@ -53,7 +53,7 @@ _Span = tuple[int, int, Entry]
 
 def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file; `ConversionError` if the file is damaged."""
-    with opened(path) as (descriptor, status):
+    with open_regular_file(path) as (descriptor, status):
         size = status.st_size
         if size < LENGTH_BYTES:
             raise ConversionError(f"{path} has {size} bytes, too few for a safetensors file: download it again")
@@ -76,10 +76,10 @@ def read_header(path: Path) -> Header:
 def _parse_header(path: Path, content: dict[str, Any]) -> list[_Span]:
     metadata = content.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ConversionError(f"{path} has {METADATA}={shown(metadata)}: it must be an object of strings")
+        raise ConversionError(f"{path} has {METADATA}={quoted(metadata)}: it must be an object of strings")
     if not content:
         raise ConversionError(f"{path} contains no tensors: give a checkpoint with weights")
-    spans = [_parse_tensor(f"{path}: tensor {shown(name)}", name, value) for name, value in content.items()]
+    spans = [_parse_tensor(f"{path}: tensor {quoted(name)}", name, value) for name, value in content.items()]
     return sorted(spans, key=lambda span: span[:2])
 
 
@@ -87,23 +87,24 @@ def _parse_tensor(where: str, name: str, value: Any) -> _Span:
     if not name.isprintable():
         raise ConversionError(f"{where} has a name with unprintable characters: rename it")
     if not isinstance(value, dict):
-        raise ConversionError(f"{where} is described by {shown(value)}: it must be an object")
+        raise ConversionError(f"{where} is described by {quoted(value)}: it must be an object")
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in STORED:
-        raise ConversionError(f"{where} has dtype={shown(dtype)}: only {', '.join(STORED)} can be converted")
+        raise ConversionError(f"{where} has dtype={quoted(dtype)}: only {', '.join(STORED)} can be converted")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ConversionError(f"{where} has shape={shown(shape)}: it must be a list of sizes")
+        raise ConversionError(f"{where} has shape={quoted(shape)}: it must be a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ConversionError(f"{where} has data_offsets={shown(offsets)}: it must be a list of begin and end")
+        raise ConversionError(f"{where} has data_offsets={quoted(offsets)}: it must be a list of begin and end")
     # Zeros are left out of the product: a huge shape with a zero in it has zero bytes, but overflows in torch.
     if prod(filter(None, shape)) * STORED[dtype].itemsize >= _MAX_BYTES:
-        raise ConversionError(f"{where} has shape={shown(shape)}: it is too large for any computer")
+        raise ConversionError(f"{where} has shape={quoted(shape)}: it is too large for any computer")
     (begin, end), entry = offsets, Entry(name, dtype, tuple(shape))
     if end - begin != entry.size:
         raise ConversionError(
-            f"{where} has data_offsets={shown(offsets)}, but shape={shown(shape)} in {dtype} needs {entry.size} bytes"
+            f"{where} has data_offsets={quoted(offsets)}, but shape={quoted(shape)} in {dtype} needs "
+            f"{entry.size} bytes"
         )
     return begin, end, entry
 
@@ -118,7 +119,7 @@ def _check_layout(path: Path, spans: list[_Span], start: int, size: int) -> None
         if begin != position:
             fault = "overlaps the previous tensor" if begin < position else "leaves a gap before it"
             raise ConversionError(
-                f"{path}: tensor {shown(entry.name)} begins at {begin} instead of {position}: it {fault}"
+                f"{path}: tensor {quoted(entry.name)} begins at {begin} instead of {position}: it {fault}"
             )
         position = end
     if size < start + position:
@@ -134,7 +135,7 @@ class SafetensorsStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.places = folder, [folder]
+        self.folder, self.paths = folder, [folder]
         self._headers = _read_headers(folder)
         self.entries: dict[str, Entry] = {}
         self.shards: dict[str, list[str]] = {}
@@ -151,7 +152,7 @@ class SafetensorsStore:
         """Return one tensor in its stored dtype, in memory of its own."""
         entry, (path, start) = self.entries[name], self._location(name)
         raw = torch.empty(entry.size, dtype=torch.uint8)
-        with opened(path) as (descriptor, _):
+        with open_regular_file(path) as (descriptor, _):
             fill(raw.numpy().data, descriptor, path, start)
         return raw.view(STORED[entry.dtype]).view(entry.shape)
 
@@ -206,10 +207,10 @@ def _read_indexed_headers(folder: Path) -> dict[str, Header]:
         header = headers[file] = read_header(folder / file)
         listed = {name for name, its_file in files.items() if its_file == file}
         for name in sorted(listed - header.entries.keys()):
-            raise ConversionError(f"{index} lists tensor {shown(name)} in {shown(file)}, which does not contain it")
+            raise ConversionError(f"{index} lists tensor {quoted(name)} in {quoted(file)}, which does not contain it")
         for name in sorted(header.entries.keys() - listed):
-            fault = f"lists it in {shown(files[name])}" if name in files else "does not list it"
-            raise ConversionError(f"{folder / file} contains tensor {shown(name)}, but {INDEX} {fault}")
+            fault = f"lists it in {quoted(files[name])}" if name in files else "does not list it"
+            raise ConversionError(f"{folder / file} contains tensor {quoted(name)}, but {INDEX} {fault}")
     return headers
 
 
@@ -217,12 +218,12 @@ def read_index(index: Path) -> dict[str, str]:
     """Read and check an index; return its map of tensor name -> file name."""
     files = read_object(index, MAX_HEADER, "an index").get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise ConversionError(f"{index} has weight_map={shown(files)}: it must map tensors to files")
+        raise ConversionError(f"{index} has weight_map={quoted(files)}: it must map tensors to files")
     for name, file in files.items():
         if not _is_file_name(file):
             raise ConversionError(
-                f"{index} lists tensor {shown(name)} in {shown(file)}: use the name of a safetensors file in the same "
-                "folder"
+                f"{index} lists tensor {quoted(name)} in {quoted(file)}: use the name of a safetensors file in the "
+                "same folder"
             )
     return files
 

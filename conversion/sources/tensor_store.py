@@ -82,7 +82,7 @@ class TensorStore(Protocol):
         """File name -> tensor names, both in order."""
 
     @property
-    def places(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         """The folder or the files of the checkpoint, which must not change during a conversion."""
 
     def read(self, name: str) -> torch.Tensor:

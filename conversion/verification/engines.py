@@ -170,6 +170,6 @@ def _runnable(checkpoint: Source, engine: str, scratch: Path) -> Path:
             )
         return folder
     if folder is None:
-        return checkpoint.store.places[0]
+        return checkpoint.store.paths[0]
     fold(folder, scratch / "model.gguf", verify=False)
     return scratch / "model.gguf"

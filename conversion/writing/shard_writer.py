@@ -18,7 +18,7 @@ from threading import Lock
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import CHUNK, chunks_at, opened, read_at
+from crosshead.common.file_bytes import CHUNK, chunks_at, open_regular_file, read_at
 
 from ..architectures.families import Shapes
 from ..compress.layer_rewrites import Tensors
@@ -155,7 +155,7 @@ def digest_of(chunks: Iterable[memoryview]) -> str:
 def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) -> bool:
     """True if a file is, byte for byte, the one for which `write_shard` returned these digests."""
     header = shard_header(entries)
-    with opened(path) as (descriptor, status):
+    with open_regular_file(path) as (descriptor, status):
         if status.st_size != shard_size(entries) or read_at(descriptor, path, 0, len(header)) != header:
             return False
     start = len(header)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConversionError, one_line
-from .file_bytes import opened, read_at
+from .file_bytes import open_regular_file, read_at
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, 100
@@ -15,14 +15,14 @@ _LONGEST = 120
 """Maximum characters of a file's content in an error message."""
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value from a file as text for an error message: quoted and shortened, without line breaks."""
     return _SHORT.repr(value)[:_LONGEST]
 
 
 def read_object(path: Path, largest: int, kind: str) -> dict[str, Any]:
     """The JSON object in a file of at most `largest` bytes; `kind` names the kind of file in the error message."""
-    with opened(path) as (descriptor, status):
+    with open_regular_file(path) as (descriptor, status):
         if status.st_size > largest:
             raise ConversionError(f"{path} has {status.st_size} bytes, too many for {kind}: fetch it again")
         raw = read_at(descriptor, path, 0, status.st_size)
@@ -40,7 +40,7 @@ def parse_object(raw: bytes, source: str) -> dict[str, Any]:
             f"{source} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
         ) from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{source} holds {shown(content)} instead of a JSON object: fetch the file again")
+        raise ConversionError(f"{source} holds {quoted(content)} instead of a JSON object: fetch the file again")
     return content
 
 
@@ -48,7 +48,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {shown(twice)} is repeated")
+        raise ValueError(f"the key {quoted(twice)} is repeated")
     return content
 
 

@@ -13,7 +13,7 @@ CHUNK = 1 << 20
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def open_regular_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """Open a regular file; yield descriptor and status. An `OSError` in the block becomes a `ConversionError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would block
@@ -56,7 +56,7 @@ def read_at(descriptor: int, path: Path, start: int, count: int) -> bytes:
 def chunks_at(path: Path, start: int, count: int) -> Iterator[memoryview]:
     """`count` bytes from offset `start`, in pieces of `CHUNK` bytes; the next piece overwrites the buffer."""
     buffer = memoryview(bytearray(CHUNK))
-    with opened(path) as (descriptor, _):
+    with open_regular_file(path) as (descriptor, _):
         for offset in range(0, count, CHUNK):
             piece = buffer[: count - offset]
             fill(piece, descriptor, path, start + offset)

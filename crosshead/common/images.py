@@ -7,7 +7,7 @@ import torch
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's public one needs torchvision
 
 from .errors import ConversionError, one_line
-from .model_location import placed
+from .model_location import pretrained_arguments
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Suffixes of image files, in lower case."""
@@ -22,7 +22,7 @@ def open_processor(model: str | Path, label: str) -> Any:
     local = Path(model).is_dir()
     try:
         return AutoImageProcessor.from_pretrained(
-            **placed(str(model)), local_files_only=local, trust_remote_code=False
+            **pretrained_arguments(str(model)), local_files_only=local, trust_remote_code=False
         )
     except Exception as error:  # damaged files, and libraries that a processor needs
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None

@@ -48,7 +48,7 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def placed(name: str) -> dict[str, str]:
+def pretrained_arguments(name: str) -> dict[str, str]:
     """The arguments of `from_pretrained` for a folder or Hub id, with the revision if the name has one."""
     model, revision = split_revision(name)
     return {"pretrained_model_name_or_path": model} | ({} if revision is None else {"revision": revision})

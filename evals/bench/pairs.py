@@ -28,7 +28,7 @@ def timed(run: Run) -> Reading:
     return lambda: seconds(run, times)
 
 
-def in_turn(
+def measure_alternating(
     ours: Reading, baseline: Reading, rounds: int, advance: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
     """Take readings of both sides in turn and return their statistics; `advance` is called after each round."""

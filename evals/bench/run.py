@@ -12,7 +12,7 @@ from crosshead.common.torch_state import check_device
 from .case import DTYPES, TIME, Case, on_device
 from .machine import machine
 from .memory import peak_bytes
-from .pairs import Reading, in_turn, timed
+from .pairs import Reading, measure_alternating, timed
 
 MAXIMUM_MEMORY_ROUNDS = 3
 """Maximum number of rounds of a memory measurement, since memory hardly differs between runs."""
@@ -50,7 +50,7 @@ def bench(
 
 def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], object]) -> dict[str, Any]:
     """Return the description of a case, the readings of both sides, their ratios, and whether the target is met."""
-    figures = in_turn(*_readings(case, device), rounds, advance)
+    figures = measure_alternating(*_readings(case, device), rounds, advance)
     if case.work is not None:
         figures["bytes_per_second"] = [case.work / figures[f"median_{side}"] for side in ("ours", "baseline")]
     target = case.targets.get(device)

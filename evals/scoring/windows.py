@@ -69,19 +69,19 @@ class MaskedWindows(Windows):
             raise EvalError(f"the tokenizer of {opened.label} has no mask_token")
         check_tokens([mask, *start, *end], opened.config.vocab_size)
         generator = Generator().manual_seed(SEED)
-        self.places, self.encoded = [], []
+        self.masked_positions, self.encoded = [], []
         for window in self.tokens:
             count = max(1, round(RATE * len(window)))
             chosen = torch.randperm(len(window), generator=generator)[:count].sort().values
             ids = torch.tensor([*start, *window, *end])
             ids[chosen + len(start)] = mask
-            self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
+            self.masked_positions.append((chosen + len(start), torch.tensor(window)[chosen]))
             self.encoded.append({"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)})
         self.lengths = [len(encoded["input_ids"]) for encoded in self.encoded]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Return sums over the masked tokens of each window (B, 3): loss, hits and number of tokens."""
-        positions, targets = zip(*(self.places[index] for index in indices), strict=True)
+        positions, targets = zip(*(self.masked_positions[index] for index in indices), strict=True)
         counts = torch.tensor([len(masked) for masked in positions])
         rows = torch.arange(len(indices)).repeat_interleave(counts)
         inputs = text_inputs([self.encoded[index] for index in indices], self.opened.config.pad_token_id or 0, model)

@@ -20,8 +20,8 @@ from ..encoder import (
     EncoderAttention,
     IndexedAttention,
     RouterOutput,
-    alias,
     recording_forward,
+    submodule_property,
     task_forward,
 )
 from ..mechanisms import RULES
@@ -67,7 +67,7 @@ class CrossheadAlbertConfig(MixersConfig, AlbertConfig):
 class CrossheadAlbertAttention(EncoderAttention, IndexedAttention, stock.AlbertAttention):
     """ALBERT attention with mechanisms, followed by dropout, residual and LayerNorm as in the stock class."""
 
-    q_proj, k_proj, v_proj, o_proj = map(alias, ("query", "key", "value", "dense"))
+    q_proj, k_proj, v_proj, o_proj = map(submodule_property, ("query", "key", "value", "dense"))
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any

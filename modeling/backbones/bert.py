@@ -19,8 +19,8 @@ from ..encoder import (
     CrossheadTask,
     CrossheadTokenClassifierOutput,
     RouterOutput,
-    alias,
     recording_forward,
+    submodule_property,
     task_forward,
 )
 from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
@@ -57,7 +57,7 @@ class CrossheadBertConfig(MixersConfig, BertConfig):
 class CrossheadBertAttention(CrossheadAttention, stock.BertSelfAttention):  # type: ignore[misc]  # forward takes more
     """BERT attention with mechanisms; the output projection is in `BertSelfOutput`."""
 
-    q_proj, k_proj, v_proj = map(alias, ("query", "key", "value"))
+    q_proj, k_proj, v_proj = map(submodule_property, ("query", "key", "value"))
     o_proj = nn.Identity()
 
 

@@ -18,8 +18,8 @@ from ..encoder import (
     CrossheadTask,
     EncoderAttention,
     IndexedAttention,
-    alias,
     recording_forward,
+    submodule_property,
     task_forward,
 )
 from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
@@ -44,7 +44,7 @@ class CrossheadDinov2Attention(EncoderAttention, IndexedAttention, STOCK_ATTENTI
     """DINOv2 attention with mechanisms."""
 
     if NESTED:
-        q_proj, k_proj, v_proj = map(alias, ("query", "key", "value"))
+        q_proj, k_proj, v_proj = map(submodule_property, ("query", "key", "value"))
         o_proj = nn.Identity()
 
 

@@ -16,8 +16,8 @@ from ..configuration import MixersConfig, complete_mixers, layer_settings
 from ..encoder import (
     CrossheadSeq2SeqLMOutput,
     CrossheadSeq2SeqModelOutput,
-    alias,
     recording_forward,
+    submodule_property,
     task_forward,
 )
 from ..mechanisms.base import HeadLayout, ParameterModule, Settings
@@ -47,7 +47,7 @@ class CrossheadT5Config(MixersConfig, T5Config):
     }
     mixers: dict[str, Any] | None = None
 
-    def places(self) -> list[tuple[str, int]]:
+    def attention_modules(self) -> list[tuple[str, int]]:
         """Return (part, layer) of each attention module, in the order of the forward pass of this model or stack."""
         encoder = [] if self.is_decoder else [(ENCODER, layer) for layer in range(self.num_layers)]
         layers = (self.num_decoder_layers or 0) if self.is_decoder or self.is_encoder_decoder else 0
@@ -64,7 +64,7 @@ class CrossheadT5Config(MixersConfig, T5Config):
             if part not in PARTS:
                 raise unknown("mixers", "part of the model", part, list(PARTS))
         layouts: dict[str, list[HeadLayout]] = {part: [] for part in PARTS}
-        for index, (part, _) in enumerate(self.places()):
+        for index, (part, _) in enumerate(self.attention_modules()):
             layouts[part].append(self.layout_of_layer(index))
         self.mixers = {part: self._complete(part, mixers.get(part), layouts[part]) for part in PARTS}
         weights = {
@@ -91,24 +91,24 @@ class CrossheadT5Config(MixersConfig, T5Config):
         }
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
-        """Return the mechanisms of the attention module at index `layer` of `places()`."""
-        part, inner = self.places()[layer]
+        """Return the mechanisms of the attention module at index `layer` of `attention_modules()`."""
+        part, inner = self.attention_modules()[layer]
         return layer_settings((self.mixers or {})[part], inner)
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
-        """Return the head layout of the attention module at index `layer` of `places()`."""
-        return super().layout_of_layer(self.places()[layer][1])
+        """Return the head layout of the attention module at index `layer` of `attention_modules()`."""
+        return super().layout_of_layer(self.attention_modules()[layer][1])
 
     def layouts(self) -> list[HeadLayout]:
         """Return the head layout of each attention module."""
-        return [self.layout_of_layer(index) for index in range(len(self.places()))]
+        return [self.layout_of_layer(index) for index in range(len(self.attention_modules()))]
 
 
 class PlacedModule(nn.Module):
     """Derives the stock attention class's arguments for position bias and causality from the module's index."""
 
     def __init__(self, config: CrossheadT5Config, layer_idx: int) -> None:
-        part, layer = config.places()[layer_idx]
+        part, layer = config.attention_modules()[layer_idx]
         biased = layer == 0 and part != CROSS
         super().__init__(config, has_relative_attention_bias=biased, layer_idx=layer, is_causal=part == DECODER)
 
@@ -127,7 +127,7 @@ class ReadOnlyCache:
 class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):  # type: ignore[misc]
     """T5 attention with mechanisms."""
 
-    q_proj, k_proj, v_proj, o_proj = map(alias, "qkvo")
+    q_proj, k_proj, v_proj, o_proj = map(submodule_property, "qkvo")
 
     def forward(  # type: ignore[override]
         self,
@@ -219,7 +219,7 @@ class CrossheadT5Base(CrossheadT5PreTrainedModel):
         for name in (ENCODER, DECODER):
             if hasattr(self, name):
                 config = getattr(self, name).config
-                config.is_encoder_decoder = name == DECODER  # `places` of an encoder has no decoder layers
+                config.is_encoder_decoder = name == DECODER  # so that attention_modules() fits the stack
                 setattr(self, name, CrossheadT5Stack(config))
         super().post_init()
 

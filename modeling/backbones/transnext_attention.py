@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention import CrossheadAttention
 from ..backends import register_backend
-from ..encoder import alias
+from ..encoder import submodule_property
 from ..mechanisms.base import AttentionState, ParameterModule
 from ..ops import apply_mask, weigh_values, widened
 
@@ -138,7 +138,7 @@ class CrossheadGlobalProjections(CrossheadTransNextProjections):
 class CrossheadTransNextAttention(CrossheadAttention, CrossheadGlobalProjections):
     """Global attention of TransNeXt to all pixels, with mechanisms."""
 
-    q_proj, k_proj, v_proj = map(alias, ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj"))
+    q_proj, k_proj, v_proj = map(submodule_property, ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj"))
 
     def rotate(self, query: Tensor, key: Tensor, length_scale: float) -> tuple[Tensor, Tensor]:
         """Return scaled queries and normalised keys, in the place of RoPE."""
@@ -188,7 +188,7 @@ class CrossheadAggregatedProjections(CrossheadTransNextProjections):
 class CrossheadAggregatedAttention(CrossheadAttention, CrossheadAggregatedProjections):
     """Aggregated attention of TransNeXt to window and pooled features, with mechanisms."""
 
-    k_proj, v_proj = map(alias, ("kv.k_proj", "kv.v_proj"))
+    k_proj, v_proj = map(submodule_property, ("kv.k_proj", "kv.v_proj"))
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised queries and keys; `_attention_function` scales the queries later."""

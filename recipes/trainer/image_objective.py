@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_location import placed
+from crosshead.common.model_location import pretrained_arguments
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -132,7 +132,7 @@ def load_image_processor(path: str) -> Any:
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's export needs torchvision
 
     try:
-        return AutoImageProcessor.from_pretrained(**placed(path), trust_remote_code=False)
+        return AutoImageProcessor.from_pretrained(**pretrained_arguments(path), trust_remote_code=False)
     except Exception as error:  # damaged files, or a missing package that the processor needs
         raise RecipeError(f"the image processor of model.path={path} cannot be loaded: {one_line(error)}") from None
 

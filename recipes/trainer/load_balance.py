@@ -79,8 +79,8 @@ class HeadRouting:
 
 def is_of_encoder(config: Any, layer: int) -> bool:
     """Whether an attention layer belongs to the encoder of a model that also has a decoder."""
-    places = getattr(config, "places", None)
-    return bool(places is not None and places()[layer][0] == "encoder")
+    modules = getattr(config, "attention_modules", None)
+    return bool(modules is not None and modules()[layer][0] == "encoder")
 
 
 def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:

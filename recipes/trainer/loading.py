@@ -6,7 +6,7 @@ from typing import Any
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.fingerprint import files_digest
-from crosshead.common.model_location import LOADER_STATE, check_layers, placed
+from crosshead.common.model_location import LOADER_STATE, check_layers, pretrained_arguments
 
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
@@ -21,7 +21,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     name = str(options.tokenizer or options.path)
     check_no_adapters(options.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**placed(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**pretrained_arguments(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many exception types
         raise RecipeError(f"the tokenizer of {loading_error(key, name, error, options)}") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -49,7 +49,7 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
     if key == "model.path":
         check_no_adapters(name)
     try:
-        config = AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**pretrained_arguments(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many exception types
         raise RecipeError(loading_error(key, name, error, options)) from None
     check_layers(config, f"{key}={name}", RecipeError)

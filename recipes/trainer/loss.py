@@ -44,7 +44,7 @@ class TrainingLoss:
         """Return the loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
         stored = tuple(inputs.pop(name) for name in (INDICES, LOG_PROBS) if name in inputs)
         if self._options is not None and step < self._options.transfer_steps + self._options.match_steps:
-            return self._match(model, inputs, items, transfers=self.transfers(step))
+            return self._match(model, inputs, items, is_transfer_step=self.is_transfer_step(step))
         if self._options is None or self._options.weight == 0:
             return self._predict(model, inputs, items)
         teacher = stored or (self._run_teacher(inputs)["logits"],)
@@ -56,7 +56,7 @@ class TrainingLoss:
         """Return the objective's loss with the balance losses, and the outputs."""
         return self._objective.loss(model, inputs, items, self._routing)
 
-    def transfers(self, step: int) -> bool:
+    def is_transfer_step(self, step: int) -> bool:
         """Whether a step trains only attention layers, on the teacher's attention inputs (`transfer_steps`)."""
         return self._options is not None and step < self._options.transfer_steps
 
@@ -66,7 +66,7 @@ class TrainingLoss:
             self._handles.pop().remove()
 
     def _match(
-        self, model: nn.Module, inputs: dict[str, Any], items: Any, transfers: bool
+        self, model: nn.Module, inputs: dict[str, Any], items: Any, is_transfer_step: bool
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss on attention outputs, and the outputs.
 
@@ -75,7 +75,7 @@ class TrainingLoss:
         teacher: Any = self._teacher
         with attention_states(teacher) as (teacher_inputs, teacher_outputs):
             self._run_teacher(inputs)
-        if transfers:
+        if is_transfer_step:
             self._handles = replace_attention_inputs(model, teacher_inputs)
         with attention_states(model) as (_, model_outputs):
             loss, outputs = self._predict(model, inputs, items)

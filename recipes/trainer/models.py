@@ -8,7 +8,7 @@ import transformers
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_location import LICENCE_FILES, foreign_link, placed, split_revision
+from crosshead.common.model_location import LICENCE_FILES, foreign_link, pretrained_arguments, split_revision
 
 from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
@@ -194,7 +194,7 @@ def _load(
     kind: Any = getattr(transformers, auto_class)
     try:
         model, report = kind.from_pretrained(
-            **placed(name),
+            **pretrained_arguments(name),
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,

@@ -9,7 +9,7 @@ from torch import nn
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.images import MODES
-from crosshead.common.model_location import placed
+from crosshead.common.model_location import pretrained_arguments
 from crosshead.common.progress import Progress
 
 from ..data.images import ImageInputs, find_images, read_images
@@ -140,7 +140,7 @@ def load_vae(name: str, channels: int) -> Any:
 
     kind: Any = AutoencoderKL
     try:
-        vae = kind.from_pretrained(**placed(name), use_safetensors=True, torch_dtype=torch.float32)
+        vae = kind.from_pretrained(**pretrained_arguments(name), use_safetensors=True, torch_dtype=torch.float32)
     except Exception as error:  # damaged files raise many exception types
         raise RecipeError(loading_error("model.vae", name, error)) from None
     if vae.config.latent_channels != channels:

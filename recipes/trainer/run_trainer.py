@@ -157,7 +157,7 @@ class RunTrainer(CheckpointTrainer):
         """Run forward and backward of a micro batch, and keep its loss for the log."""
         loss = super().training_step(*args, **kwargs)
         self.training_loss.finish()
-        if self.training_loss.transfers(self.state.global_step):
+        if self.training_loss.is_transfer_step(self.state.global_step):
             for name, parameter in self.model.named_parameters():
                 if f"{ATTENTION}." not in name:
                     parameter.grad = None  # the optimizer skips the parameter, including its weight decay

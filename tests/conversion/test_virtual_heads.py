@@ -224,7 +224,7 @@ def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatc
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
     expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
-    result = ComponentHeads(layout, counts).solved(statistics)
+    result = ComponentHeads(layout, counts).fitted(statistics)
     shapes = ComponentHeads(layout, counts).shapes_of_fitted(biased=backbone == "Qwen2")
     assert {name: tuple(tensor.shape) for name, tensor in result.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith(("output", "fitted"))

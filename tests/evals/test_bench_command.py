@@ -205,7 +205,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd)
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_run, "in_turn", interrupted)
+    monkeypatch.setattr(bench_run, "measure_alternating", interrupted)
     status, out, err = run(capfd, monkeypatch, "bench decode cache --out a.json")
     assert (status, out) == (130, "") and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

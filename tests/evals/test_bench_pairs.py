@@ -3,7 +3,7 @@
 import pytest
 
 from crosshead.evals.bench import pairs as bench_pairs
-from crosshead.evals.bench.pairs import figures, in_turn, seconds, timed
+from crosshead.evals.bench.pairs import figures, measure_alternating, seconds, timed
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def work(monkeypatch):
 
 def test_who_goes_first_alternates(work):
     make, ran = work
-    report = in_turn(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
+    report = measure_alternating(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
     assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # two warm-up runs per side
     assert ran[4:] == ["baseline", "ours", "ours", "baseline", "baseline", "ours"]
     assert (report["ours"], report["baseline"], report["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
@@ -35,7 +35,7 @@ def test_who_goes_first_alternates(work):
 def test_warm_ups_do_not_count(work):
     make, _ = work
     readings = (timed(make("ours", 9.0, 8.0, 3.0)), timed(make("baseline", 7.0, 6.0, 2.0)))
-    assert in_turn(*readings, 2)["median_ratio"] == 1.5
+    assert measure_alternating(*readings, 2)["median_ratio"] == 1.5
 
 
 def test_a_short_run_is_timed_several_times_at_once(work):
@@ -68,5 +68,5 @@ def test_one_round_has_no_spread():
 
 def test_every_round_is_told():
     done = []
-    in_turn(lambda: 1.0, lambda: 2.0, 3, lambda: done.append(1))
+    measure_alternating(lambda: 1.0, lambda: 2.0, 3, lambda: done.append(1))
     assert len(done) == 3

@@ -163,7 +163,7 @@ def test_masked_tokens(backbone, line, tmp_path):
     assert [len(window) for window in data.tokens] == [126, 126, 48, 100]
     model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "model")
     losses, hits, masked = [], [], 0
-    for window, (positions, _), encoded in zip(data.tokens, data.places, data.encoded, strict=True):
+    for window, (positions, _), encoded in zip(data.tokens, data.masked_positions, data.encoded, strict=True):
         whole = torch.tensor([1, *window, 2])
         labels = torch.where(torch.tensor(encoded["input_ids"]) == 3, whole, -100)
         assert labels.ne(-100).nonzero()[:, 0].tolist() == positions.tolist()
@@ -206,7 +206,7 @@ def test_masks_are_the_same_for_every_model(line, tmp_path):
         windows.MaskedWindows(opened(tmp_path / name), tmp_path / "text.txt", 3, 64) for name in ("model", "short")
     ]
     assert [data[0].encoded, data[0].tokens] == [data[1].encoded, data[1].tokens]
-    assert data[0].places[0][0].tolist() == PINNED["places"]
+    assert data[0].masked_positions[0][0].tolist() == PINNED["places"]
 
 
 PINNED = {"places": [19, 20, 27, 34, 41, 46, 51, 56, 60], "spans": [(40, 41), (46, 53), (59, 60)]}

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import crosshead
 from crosshead.evals.bench.machine import machine
-from crosshead.evals.bench.pairs import in_turn
+from crosshead.evals.bench.pairs import measure_alternating
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "image_size": 512, "patch_size": 16, "attn_implementation": "sdpa"}
 MIXERS = {"mixture": {"active_heads": 6, "shared_heads": 3, "gate": "binary"}}
@@ -78,7 +78,7 @@ def measured(rounds: int, images: int) -> dict[str, Any]:
     }
     results = {}
     for name, (mine, baseline) in pairs.items():
-        figures = in_turn(cpu_time(mine), cpu_time(baseline), rounds)
+        figures = measure_alternating(cpu_time(mine), cpu_time(baseline), rounds)
         results[name] = {"ratio_of_best": min(figures["ours"]) / min(figures["baseline"]), **figures}
         print(f"{name}: {results[name]['ratio_of_best']:.3f} of stock, {min(figures['ours']):.4f} s")
     return results

@@ -168,7 +168,7 @@ def test_all_processes_stop_together_and_one_goes_on(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40, train={"micro_batch": 2})
     train(recipe)
     stopped = Run(recipe, tmp_path, "stopped")
-    assert stopped.stop_after(4, signal.SIGTERM, processes=2) == [128 + signal.SIGTERM] * 2, stopped.told()
+    assert stopped.stop_after(4, signal.SIGTERM, processes=2) == [128 + signal.SIGTERM] * 2, stopped.log_text()
     assert 4 < len(stopped.losses()) < 12
     stopped.finish()
     assert list(stopped.losses().values()) == pytest.approx(losses(recipe), abs=1e-5)
@@ -180,5 +180,5 @@ def test_an_error_of_several_processes_has_its_own_status(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40)
     run = Run(recipe, tmp_path, "refused")
     assert run.end(2, f"model.path={tmp_path / 'nowhere'}") == [1, 1]
-    lines = run.told().splitlines()
+    lines = run.log_text().splitlines()
     assert len(lines) == 2 and all("nowhere" in line for line in lines)
