@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-HIDDEN = -1e30
+MASKED_LOGIT = -1e30
 """Added to the logits of hidden keys; finite, so that a query that sees no key does not yield NaN."""
 
 
@@ -33,4 +33,4 @@ def flash_kernel(suffix: str = "") -> Callable[..., Any] | None:
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the additive mask in `dtype` for a boolean mask that is True where a key is visible."""
-    return torch.where(visible, 0.0, HIDDEN).to(dtype)
+    return torch.where(visible, 0.0, MASKED_LOGIT).to(dtype)

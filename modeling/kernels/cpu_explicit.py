@@ -12,7 +12,7 @@ from torch import nn
 from ..backends import is_plain_sdpa
 from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
 from ..ops import wide_heads
-from .cpu import HIDDEN, additive, flash_kernel, flash_supports, is_tracing
+from .cpu import MASKED_LOGIT, additive, flash_kernel, flash_supports, is_tracing
 
 MIN_KEYS = 256
 """Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads, 4 components of 128."""
@@ -71,7 +71,7 @@ def part_count(keys: torch.Tensor) -> int:
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask (B or 1, 1 or H, T, S) as an additive mask of the rows of one head (B or 1, 1 or H * T, S)."""
-    added = additive(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype).clamp_min(HIDDEN)
+    added = additive(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype).clamp_min(MASKED_LOGIT)
     return added[:, 0] if added.shape[1:3] == (1, 1) else added.expand(-1, heads, -1, -1).flatten(1, 2)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..ops import repeat_heads
-from .cpu import HIDDEN, additive, flash_kernel, flash_supports
+from .cpu import MASKED_LOGIT, additive, flash_kernel, flash_supports
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
 BLOCK_ROWS = 192
@@ -162,7 +162,7 @@ class Rows:
         # Row `i` of this view hides the last `i` keys; copying such rows is faster than comparing indices.
         size, visible = keys.stop - keys.start, self.ends[..., rows] - keys.start
         steps = torch.zeros(2 * size, dtype=dtype, device=visible.device)
-        steps[size:] = HIDDEN
+        steps[size:] = MASKED_LOGIT
         return steps.unfold(0, size, 1).index_select(0, (size - visible).flatten()).view(*visible.shape, size)
 
 

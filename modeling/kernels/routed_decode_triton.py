@@ -12,11 +12,11 @@ except ImportError:
     raise
 
 from .decode_kernels_triton import decode_split, merge_splits
-from .routed_triton import FACTORS
+from .routed_triton import OPERAND_DTYPES
 from .triton_support import product_precision
 
 NAMESPACE = "crosshead_mixture_decode_triton"
-PART, PARTS = 512, 32
+KEYS_PER_PART, PARTS_PER_STEP = 512, 32
 """Number of keys per program, and of partial results that `merge_splits` reads per iteration; not tuned yet."""
 TILE_BYTES = 2**14
 """Maximum bytes of a tile of keys; shared memory of an H100 holds several such tiles of keys and of values."""
@@ -43,7 +43,7 @@ def decode_selected(
     """
     (batch, heads, _, features), (_, groups, keys, value_features) = query.shape, value.shape
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    group_size, parts = heads // groups, triton.cdiv(keys, PART)
+    group_size, parts = heads // groups, triton.cdiv(keys, KEYS_PER_PART)
     rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (group_size, features, value_features))
     output = value.new_zeros(batch, 1, heads, value_features)
     stats = torch.empty(batch * groups, parts, 2, group_size, dtype=torch.float32, device=value.device)
@@ -51,13 +51,13 @@ def decode_selected(
     chosen, mask_ptr = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], mask_ptr.stride(0), mask_ptr.stride(2))
     sizes = (group_size, features, value_features, rows, *padded)
-    formats = FACTORS[query.dtype], product_precision(query.dtype)
+    formats = OPERAND_DTYPES[query.dtype], product_precision(query.dtype)
     with torch.cuda.device_of(query):  # kernels launch on the current device
         decode_split[(parts, batch * groups)](
             *(query, key, value, chosen, mask_ptr, stats, partial, *strides, keys, groups, scaling, mask is not None),
-            *(*sizes, keys_per_tile(max(padded), key.dtype), PART, *formats),
+            *(*sizes, keys_per_tile(max(padded), key.dtype), KEYS_PER_PART, *formats),
         )
-        join_sizes = (group_size, value_features, rows, padded[1], PARTS)
+        join_sizes = (group_size, value_features, rows, padded[1], PARTS_PER_STEP)
         merge_splits[(batch * groups, group_size)](chosen, stats, partial, output, parts, *join_sizes)
     return output
 

@@ -25,7 +25,7 @@ from .triton_support import product_precision
 NAMESPACE = "crosshead_mixture_triton"
 MAX_TOKENS = 4096
 """Maximum number of tokens that one program reads per iteration when it scans all tokens of a head or a sequence."""
-FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtype of the matmul operands, per dtype of q, k and v."""
 
 
@@ -98,7 +98,7 @@ class RoutedCall:
         sizes = (queries, keys, heads, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
         padded = (max(16, triton.next_power_of_2(size)) for size in self.features)
         dtype = self.query.dtype
-        formats = FACTORS[dtype], product_precision(dtype)
+        formats = OPERAND_DTYPES[dtype], product_precision(dtype)
         return (mask, *strides, *sizes, *self.features, *padded, tile.queries, tile.keys, *formats)
 
 

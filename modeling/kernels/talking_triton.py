@@ -20,7 +20,7 @@ from .key_spans_triton import key_spans
 from .talking_kernels_triton import softmax_stats, weighted_values
 from .triton_support import product_precision
 
-FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+OPERAND_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtype of the matmul operands, per dtype of q, k and v."""
 
 
@@ -86,7 +86,7 @@ def attend_in_tiles(call: TalkingCall) -> torch.Tensor:
     tile, padded = TILES[_tile_key(call)], [padded_size(count) for count in counts]
     narrow, wide = min(tile.features, padded_size(size)), min(tile.outputs, padded_size(features))
     shared = (queries, keys, batch * mask_heads * queries, call.scaling, mask_heads, heads, groups, counts[1])
-    flags = (kind, call.causal, FACTORS[query.dtype], product_precision(query.dtype))
+    flags = (kind, call.causal, OPERAND_DTYPES[query.dtype], product_precision(query.dtype))
     options = {"num_warps": 8, "num_stages": tile.stages}
     blocks = triton.cdiv(queries, tile.queries)
     tensors: tuple[torch.Tensor, ...] = (query, key, *first.tensors, mask, spans, stats)

@@ -28,11 +28,11 @@ KINDS = [kind for kind in MASKS if kind != "all"]
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_decode_triton, "PART", 32)
-    monkeypatch.setattr(routed_decode_triton, "PARTS", 2)
+    monkeypatch.setattr(routed_decode_triton, "KEYS_PER_PART", 32)
+    monkeypatch.setattr(routed_decode_triton, "PARTS_PER_STEP", 2)
     monkeypatch.setattr(routed_decode_triton, "keys_per_tile", lambda *_: 16)
     # The interpreter computes with NumPy, which cannot multiply bfloat16.
-    monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)
+    monkeypatch.setitem(routed_decode_triton.OPERAND_DTYPES, torch.bfloat16, tl.float32)
 
 
 def laid_out(batch: int, heads: int, length: int, size: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def scaled_and_recorded(
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels as on a GPU. The interpreter computes with NumPy, which cannot multiply bfloat16."""
     for module, _ in KERNELS:
-        monkeypatch.setitem(module.FACTORS, torch.bfloat16, tl.float32)
+        monkeypatch.setitem(module.OPERAND_DTYPES, torch.bfloat16, tl.float32)
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(random_calls, "uses_triton", lambda x: True)
 

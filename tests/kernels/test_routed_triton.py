@@ -65,7 +65,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_triton, "tiles_of", lambda *_: (random.choice(TILES), random.choice(TILES)))
     monkeypatch.setattr(routed_triton, "MAX_TOKENS", 16)
     # The interpreter computes with NumPy, which cannot multiply bfloat16.
-    monkeypatch.setitem(routed_triton.FACTORS, torch.bfloat16, tl.float32)
+    monkeypatch.setitem(routed_triton.OPERAND_DTYPES, torch.bfloat16, tl.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

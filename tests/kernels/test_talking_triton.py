@@ -53,7 +53,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
     # The interpreter computes with NumPy, which cannot multiply bfloat16.
-    monkeypatch.setitem(talking_triton.FACTORS, torch.bfloat16, tl.float32)
+    monkeypatch.setitem(talking_triton.OPERAND_DTYPES, torch.bfloat16, tl.float32)
     rows = [(heads, own, size) for heads in (16, 32) for own in (False, True) for size in (2, 4, 8)]
     monkeypatch.setattr(talking_triton, "TILES", dict.fromkeys(rows, Tile(16, 16, 16, 16, 1)))
     return calls

@@ -248,7 +248,7 @@ def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     mask, bias = options["attention_mask"], torch.zeros(())
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
     if visible.is_floating_point():
-        visible, bias = visible > cpu_explicit.HIDDEN, visible
+        visible, bias = visible > cpu_explicit.MASKED_LOGIT, visible
     expected = weighted_values([query, *combined], visible, bias)
     sees = visible.any(-1).all(1).expand(len(query), query.shape[2])  # (B, T)
     assert weights is None
