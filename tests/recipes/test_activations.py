@@ -31,7 +31,7 @@ def config_of(backbone, mixers):
     return toys.mixed_config(backbone, mixers, hidden_size=72, intermediate_size=104, **experts)
 
 
-def options(trainable="all", micro_batch=3, **changes):
+def train_options(trainable="all", micro_batch=3, **changes):
     lora = LoraOptions(rank=4, alpha=8.0) if trainable == "mixers+lora" else None
     return TrainOptions(1e-3, 1000, 100, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
 
@@ -66,63 +66,67 @@ def saved_bytes(config, train, precision, checkpointed=False, **inputs):
 
 
 @pytest.mark.parametrize(("name", "precision"), grid(toys.CASES, ["float32", "autocast"], strength=1))
-def test_every_mechanism(name, precision):
+def test_estimate_equals_saved_tensors_for_every_mechanism(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
-    assert estimate.total(False) == pytest.approx(saved_bytes(config, options(), ARITHMETIC[precision]), rel=0.01)
+    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    assert estimate.total(False) == pytest.approx(
+        saved_bytes(config, train_options(), ARITHMETIC[precision]), rel=0.01
+    )
     assert len(estimate.layers) == 2
 
 
 @pytest.mark.parametrize(("backbone", "precision"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
-def test_every_backbone(backbone, precision):
+def test_estimate_equals_saved_tensors_for_every_backbone(backbone, precision):
     config = config_of(backbone, toys.CASES["knocking+mixture"])
-    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
-    assert estimate.total(False) == pytest.approx(saved_bytes(config, options(), ARITHMETIC[precision]), rel=0.01)
+    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    assert estimate.total(False) == pytest.approx(
+        saved_bytes(config, train_options(), ARITHMETIC[precision]), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("trainable", ["mixers", "mixers+lora"])
-def test_what_does_not_move_keeps_less(trainable):
-    config, train = config_of("Llama", toys.CASES["knocking"]), options(trainable)
+def test_frozen_parameters_save_fewer_activations(trainable):
+    config, train = config_of("Llama", toys.CASES["knocking"]), train_options(trainable)
     estimate = activations(config, train, DATA, WIDE).total(False)
     assert estimate == pytest.approx(saved_bytes(config, train, WIDE), rel=0.02)
-    assert estimate < activations(config, options(), DATA, WIDE).total(False)
+    assert estimate < activations(config, train_options(), DATA, WIDE).total(False)
 
 
 @pytest.mark.parametrize(("name", "precision"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
-def test_layers_that_are_computed_again_keep_their_input(name, precision):
+def test_checkpointed_layers_save_only_their_input(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    estimate = activations(config, options(), DATA, ARITHMETIC[precision])
-    real = saved_bytes(config, options(), ARITHMETIC[precision], checkpointed=True)
+    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    real = saved_bytes(config, train_options(), ARITHMETIC[precision], checkpointed=True)
     assert estimate.total(True) - max(estimate.layers) == pytest.approx(real, rel=0.05)
     assert estimate.total(True) < estimate.total(False)
 
 
-def test_a_single_sequence_needs_no_copies():
+def test_batch_of_one_needs_no_expanded_copies():
     config = config_of("Llama", toys.CASES["talking"])
     config._attn_implementation = "eager"  # saves all attention weights
-    one, three = (activations(config, options(micro_batch=rows), DATA, WIDE).total(False) for rows in (1, 3))
+    one, three = (activations(config, train_options(micro_batch=rows), DATA, WIDE).total(False) for rows in (1, 3))
     assert one < 0.8 * three / 3
 
 
-def test_layers_may_differ():
+def test_layers_with_and_without_mechanism_differ():
     config = config_of("Llama", {"talking": {"layers": [1]}})
     config._attn_implementation = "eager"  # saves all attention weights
-    first, second = activations(config, options(), DATA, WIDE).layers
+    first, second = activations(config, train_options(), DATA, WIDE).layers
     assert first < 0.8 * second
 
 
 @pytest.mark.parametrize("name", ["knocking", "talking"])
-def test_documents_that_are_kept_apart(name):
+def test_separate_documents_save_more_activations(name):
     config, apart = config_of("Llama", toys.CASES[name]), replace(DATA, separate_documents=True)
     positions = torch.cat([torch.arange(25), torch.arange(15)])
-    estimate = activations(config, options(), apart, WIDE).total(False)
-    assert estimate == pytest.approx(saved_bytes(config, options(), WIDE, position_ids=positions), rel=0.02)
-    assert estimate > activations(config, options(), DATA, WIDE).total(False)
+    estimate = activations(config, train_options(), apart, WIDE).total(False)
+    assert estimate == pytest.approx(saved_bytes(config, train_options(), WIDE, position_ids=positions), rel=0.02)
+    assert estimate > activations(config, train_options(), DATA, WIDE).total(False)
 
 
-def test_random_numbers_are_left_alone():
+def test_estimate_keeps_random_state():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    activations(config_of("Llama", {}), options(), DATA, WIDE)
+    activations(config_of("Llama", {}), train_options(), DATA, WIDE)
     assert torch.equal(torch.rand(3), expected)

@@ -58,7 +58,7 @@ def column(values: Any) -> Callable[[Path], object]:
     return lambda path: parquet.write_table(pyarrow.table({"text": values}), path)
 
 
-def cut(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
+def truncated(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
     """Return a function that makes a file without its last `count` bytes."""
 
     def short(path: Path) -> None:
@@ -68,7 +68,7 @@ def cut(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
     return short
 
 
-def scratched(path: Path) -> None:
+def write_corrupt_parquet(path: Path) -> None:
     """Write a Parquet file with zeros over a part of its data."""
     write_parquet(path, toy_texts(300))
     raw = bytearray(path.read_bytes())
@@ -133,8 +133,8 @@ JSON_LINES = {
 PARQUET = {
     "text as Parquet": Case("Parquet", file(GOOD), "parquet"),
     "an empty file as Parquet": Case("Parquet", file(""), "parquet"),
-    "Parquet without its end": Case("Parquet", cut(rows(GOOD), 20), "parquet"),
-    "scratched Parquet": Case("source", scratched, "parquet"),
+    "Parquet without its end": Case("Parquet", truncated(rows(GOOD), 20), "parquet"),
+    "scratched Parquet": Case("source", write_corrupt_parquet, "parquet"),
     "compressed Parquet": Case("gzip", file(gzip.compress(b"PAR1")), "parquet"),
     "no column in Parquet": Case("'body'", rows(GOOD), "parquet", options={"column": "body"}),
     "numbers in Parquet": Case("0 in 'number'", rows(GOOD), "parquet", options={"column": "number"}),
@@ -164,7 +164,7 @@ CASES = TEXT | JSON_LINES | PARQUET | HUB
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_one_line_and_nothing_left(case, tmp_path, monkeypatch):
+def test_bad_source_gives_one_line_error_and_leaves_no_cache(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -184,7 +184,7 @@ UNREADABLE = [("text", 0), ("text", 1), ("jsonl", 0), ("jsonl", 1), ("parquet", 
 
 
 @pytest.mark.parametrize(("kind", "opened_before"), UNREADABLE)
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, kind, opened_before):
+def test_unreadable_file_is_refused(tmp_path, monkeypatch, kind, opened_before):
     path, attempts = write_jsonl(tmp_path / "a", [GOOD]), []
     opened = Path.open
 
@@ -205,7 +205,7 @@ UNLISTABLE = [*((kind, "") for kind in ("text", "jsonl", "parquet", "hub")), ("t
 
 
 @pytest.mark.parametrize(("kind", "pattern"), UNLISTABLE)
-def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, kind, pattern):
+def test_unlistable_folder_is_refused(tmp_path, monkeypatch, kind, pattern):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for suffix in SUFFIXES.values():
         (tmp_path / "a" / f"a{suffix}").write_text("w1")
@@ -232,14 +232,14 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, kind, pattern):
         ("parquet", {"streaming": True}, "streaming=True"),
     ],
 )
-def test_options_of_another_kind(kind, options, message):
+def test_source_options_of_another_kind_are_refused(kind, options, message):
     with pytest.raises(RecipeError, match=message):
         DataSource("a", kind, **options)
     defaults = {"column": "text", "subset": None, "split": "train", "revision": None, "streaming": False}
     assert DataSource("a", kind, **defaults) == DataSource("a", kind)
 
 
-def test_weights_that_never_repeat(tmp_path):
+def test_source_weights_without_common_period_are_refused(tmp_path):
     path = str(write_jsonl(tmp_path / "a.jsonl", [GOOD]))
     sources = DataSource(path, "jsonl", weight=0.1 + 0.2), DataSource(path, "jsonl")
     data = open_data(DataOptions(sources, length=8, cache=str(tmp_path / "cache")), separating_tokenizer(), 61)
@@ -247,7 +247,7 @@ def test_weights_that_never_repeat(tmp_path):
         data.samples(10, seed=0)
 
 
-def test_a_cache_at_home_of_nobody(tmp_path):
+def test_cache_in_home_of_unknown_user_is_refused(tmp_path):
     sources = (DataSource(str(write_jsonl(tmp_path / "a.jsonl", [GOOD])), "jsonl"),)
     with pytest.raises(RecipeError, match="~nosuchuser/tokens"):
         open_data(DataOptions(sources, cache="~nosuchuser/tokens"), separating_tokenizer(), 61)

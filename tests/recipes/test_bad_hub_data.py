@@ -37,7 +37,7 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-def test_one_line_on_stderr(tmp_path):
+def test_bad_dataset_prints_one_line_on_stderr(tmp_path):
     for name in EXPECTED:
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / "train.jsonl").write_text('{"text": "w1"}\n{"text')
@@ -56,7 +56,7 @@ def test_one_line_on_stderr(tmp_path):
         assert re.search(words, line), line
 
 
-def test_the_library_is_silent_no_longer_than_it_is_used(tmp_path, monkeypatch):
+def test_datasets_log_settings_are_restored_after_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_jsonl(tmp_path / "train.jsonl", ["w1", "w2"])
     before = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -70,7 +70,7 @@ def test_the_library_is_silent_no_longer_than_it_is_used(tmp_path, monkeypatch):
     assert (datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()) == before
 
 
-def test_a_dataset_in_the_home_folder(tmp_path, monkeypatch):
+def test_dataset_path_expands_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "copy").mkdir()
@@ -80,7 +80,7 @@ def test_a_dataset_in_the_home_folder(tmp_path, monkeypatch):
         assert ["".join(document) for document in documents(source, None, lambda count: None)] == ["w1", "w2"]
 
 
-def test_addresses_of_the_hub_are_shown_without_their_signatures(monkeypatch, tmp_path):
+def test_hub_url_in_error_has_no_signature(monkeypatch, tmp_path):
     def refuse(*names, **options):
         raise OSError("403 Forbidden for url https://cdn.example.org/file?Signature=secret&Key=1 (id\n 7)")
 

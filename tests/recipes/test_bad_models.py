@@ -99,7 +99,7 @@ VALUES = {
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def one_line_error(capfd, monkeypatch, tmp_path):
     """A function that runs a command, which must be refused, and returns its one-line error."""
     monkeypatch.chdir(tmp_path)
 
@@ -112,11 +112,11 @@ def line(capfd, monkeypatch, tmp_path):
     return refused
 
 
-def config(**values):
+def llama_config(**values):
     return {"model_type": "crosshead_llama"} | SIZES | values
 
 
-def written(folder, **model):
+def write_recipe(folder, **model):
     """Write a recipe with its data and tokenizer, and return the name of the recipe's file."""
     write_tokenizer(folder / "tokenizer")
     (folder / "text.txt").write_text("a text of many words. " * 100)
@@ -131,10 +131,10 @@ def written(folder, **model):
 
 
 @pytest.mark.parametrize("case", VALUES)
-def test_values_are_refused(case):
+def test_invalid_model_config_values_are_refused(case):
     values, words = VALUES[case]
     with pytest.raises(RecipeError) as caught:
-        model_config(config(**values))
+        model_config(llama_config(**values))
     assert "model.config" in str(caught.value) and words in str(caught.value)
 
 
@@ -148,34 +148,34 @@ def test_values_are_refused(case):
         {"pad_token_id": 256, "num_key_value_heads": 4, "head_dim": 4},
     ],
 )
-def test_values_are_allowed(kind, values):
+def test_valid_model_config_values_are_kept(kind, values):
     if kind.endswith("deepseek_v2") or ("head_dim" in values and "deepseek" in kind):
         pytest.skip("it needs fields of its own, and its sizes have other names")
-    result = model_config(config(model_type=kind, **values)).to_dict()
+    result = model_config(llama_config(model_type=kind, **values)).to_dict()
     assert {key: result[key] for key in values} == values
 
 
-def test_dense_layers_need_no_number_of_experts():
-    model_config(config(model_type="crosshead_deepseek_v2", first_k_dense_replace=2))
+def test_all_dense_deepseek_needs_no_number_of_experts():
+    model_config(llama_config(model_type="crosshead_deepseek_v2", first_k_dense_replace=2))
 
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
 @pytest.mark.parametrize("case", ["no width", "a rope"])
-def test_the_command_refuses_values(case, option, line, tmp_path):
+def test_train_command_refuses_invalid_model_config(case, option, one_line_error, tmp_path):
     values, words = VALUES[case]
-    err = line(f"train {written(tmp_path, config=config(**values))}{option}")
+    err = one_line_error(f"train {write_recipe(tmp_path, config=llama_config(**values))}{option}")
     assert "recipe.yaml" in err and "model.config" in err and words in err
 
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
-def test_what_only_the_library_refuses(option, line, tmp_path):
+def test_config_error_of_transformers_is_one_line(option, one_line_error, tmp_path):
     """Values that transformers refuses only when the model is built."""
     values = {"rope_type": "longrope", "factor": 2.0, "short_factor": ["a"], "long_factor": ["a"]}
-    err = line(f"train {written(tmp_path, config=config(rope_parameters=values))}{option}")
+    err = one_line_error(f"train {write_recipe(tmp_path, config=llama_config(rope_parameters=values))}{option}")
     assert "model.config" in err
 
 
-def edited(folder, **changes):
+def edit_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -194,57 +194,57 @@ MISMATCHED = {
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
 @pytest.mark.parametrize("case", MISMATCHED)
-def test_weights_that_do_not_fit(case, backbone, line, tmp_path):
+def test_checkpoint_with_mismatched_shapes_is_refused(case, backbone, one_line_error, tmp_path):
     changes, words = MISMATCHED[case]
-    edited(write_stock(tmp_path / "stock", backbone, vocab_size=257), **changes)
-    err = line(f"train {written(tmp_path, path='stock')}")
+    edit_config(write_stock(tmp_path / "stock", backbone, vocab_size=257), **changes)
+    err = one_line_error(f"train {write_recipe(tmp_path, path='stock')}")
     assert all(word in err for word in (*words, "model.path=stock"))
 
 
-def test_a_teacher_whose_weights_do_not_fit(tmp_path):
+def test_teacher_with_mismatched_shapes_is_refused(tmp_path):
     recipe = toy_run(MIXTURE, tmp_path)
-    edited(tmp_path / "teacher", intermediate_size=65)
+    edit_config(tmp_path / "teacher", intermediate_size=65)
     with pytest.raises(RecipeError, match=r"distillation\.teacher=.*model\.layers\.0\.mlp"):
         train(recipe)
 
 
-def test_weights_that_lack_tensors_and_do_not_fit(line, tmp_path):
+def test_checkpoint_with_missing_and_mismatched_tensors_is_refused(one_line_error, tmp_path):
     folder = write_stock(tmp_path / "stock", vocab_size=257)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    edited(folder, intermediate_size=65)
-    err = line(f"train {written(tmp_path, path='stock')}")
+    edit_config(folder, intermediate_size=65)
+    err = one_line_error(f"train {write_recipe(tmp_path, path='stock')}")
     assert "model.path=stock" in err and "model.norm.weight" in err
 
 
 @pytest.mark.parametrize(
     ("model", "key"), [({}, "model.path=stock"), ({"tokenizer": "bytes"}, "model.tokenizer=bytes")]
 )
-def test_a_tokenizer_without_a_fast_version(model, key, line, tmp_path):
+def test_slow_tokenizer_is_refused(model, key, one_line_error, tmp_path):
     folder = write_stock(tmp_path / "stock", vocab_size=400)
     (folder / "tokenizer.json").unlink()
     ByT5Tokenizer().save_pretrained(folder)
     ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
-    err = line(f"train {written(tmp_path, path='stock', **({'tokenizer': None} | model))}")
+    err = one_line_error(f"train {write_recipe(tmp_path, path='stock', **({'tokenizer': None} | model))}")
     assert all(word in err for word in (key, "ByT5Tokenizer", "tokenizer.json"))
 
 
-def gpt2(folder):
+def write_gpt2(folder):
     shape = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=257, bos_token_id=None, eos_token_id=None)
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
     return folder
 
 
-def test_a_family_that_is_not_counted(line, tmp_path):
-    gpt2(tmp_path / "gpt2")
-    err = line(f"train {written(tmp_path, path='gpt2')} --dry-run")
+def test_dry_run_refuses_unknown_model_family(one_line_error, tmp_path):
+    write_gpt2(tmp_path / "gpt2")
+    err = one_line_error(f"train {write_recipe(tmp_path, path='gpt2')} --dry-run")
     assert "model.path=gpt2" in err and "model_type='gpt2'" in err
 
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
 @pytest.mark.parametrize("with_model", [True, False])
-def test_adapters_that_are_not_merged(with_model, option, line, tmp_path):
+def test_unmerged_peft_adapter_is_refused(with_model, option, one_line_error, tmp_path):
     write_stock(tmp_path / "stock", vocab_size=257)
     (tmp_path / "stock" / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "base_model_name_or_path": "other"}'
@@ -253,46 +253,46 @@ def test_adapters_that_are_not_merged(with_model, option, line, tmp_path):
         for path in (tmp_path / "stock").iterdir():
             if path.name != "adapter_config.json":
                 path.unlink()
-    err = line(f"train {written(tmp_path, path='stock', tokenizer=None)}{option}")
+    err = one_line_error(f"train {write_recipe(tmp_path, path='stock', tokenizer=None)}{option}")
     assert "model.path=stock has adapters of peft" in err and "merge_and_unload()" in err
 
 
-def test_windows_beyond_the_context_of_a_stored_model(line, tmp_path):
+def test_window_longer_than_context_of_stored_model_is_refused(one_line_error, tmp_path):
     write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=32)
-    err = line(f"train {written(tmp_path, path='stock')}")
+    err = one_line_error(f"train {write_recipe(tmp_path, path='stock')}")
     assert "data.length=64" in err and "max_position_embeddings=32" in err
 
 
-def test_a_family_that_reads_the_document_before(line, tmp_path):
+def test_separate_documents_are_refused_for_opt(one_line_error, tmp_path):
     shape = OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, vocab_size=257)
     shape.word_embed_proj_dim = 32
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "opt")
-    err = line(f"train {written(tmp_path, path='opt')} --set data.separate_documents=true")
+    err = one_line_error(f"train {write_recipe(tmp_path, path='opt')} --set data.separate_documents=true")
     assert "data.separate_documents=true" in err and "OPTForCausalLM" in err
-    for folder in (gpt2(tmp_path / "gpt2"), write_stock(tmp_path / "stock", vocab_size=257)):
+    for folder in (write_gpt2(tmp_path / "gpt2"), write_stock(tmp_path / "stock", vocab_size=257)):
         check_documents_apart(AutoModelForCausalLM.from_pretrained(folder), "model")
 
 
-def test_a_family_whose_attention_is_not_compared(line, tmp_path):
-    gpt2(tmp_path / "gpt2")
-    recipe = written(tmp_path, path="gpt2")
-    err = line(f"train {recipe} --set distillation.teacher=gpt2 --set distillation.transfer_steps=1")
+def test_attention_transfer_is_refused_for_gpt2(one_line_error, tmp_path):
+    write_gpt2(tmp_path / "gpt2")
+    recipe = write_recipe(tmp_path, path="gpt2")
+    err = one_line_error(f"train {recipe} --set distillation.teacher=gpt2 --set distillation.transfer_steps=1")
     assert "distillation.match_steps=1" in err and "'self_attn'" in err and "GPT2LMHeadModel" in err
 
 
-def test_a_teacher_of_another_family_is_counted(tmp_path):
+def test_dry_run_counts_memory_of_gpt2_teacher(tmp_path):
     recipe = toy_run(MIXTURE, tmp_path)
-    folder = gpt2(tmp_path / "gpt2")
+    folder = write_gpt2(tmp_path / "gpt2")
     recipe = replace(recipe, distillation=replace(recipe.distillation, teacher=str(folder)))
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["teacher"] == 4 * numbers
 
 
 @pytest.mark.parametrize(("section", "key"), [("model", "model.path"), ("teacher", "distillation.teacher")])
-def test_a_stored_configuration_that_no_model_is_made_of(section, key, tmp_path):
+def test_dry_run_refuses_invalid_stored_config(section, key, tmp_path):
     recipe = toy_run(MIXTURE if section == "teacher" else KNOCKING, tmp_path)
     recipe = replace(recipe, model=replace(recipe.model, config=None))
-    edited(tmp_path / section, hidden_act="nosuch")
+    edit_config(tmp_path / section, hidden_act="nosuch")
     with pytest.raises(RecipeError, match=f"{key}={tmp_path / section}.*'nosuch'"):
         dry_run(recipe, ONE_GPU)

@@ -22,7 +22,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vo
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small_settings(monkeypatch):
     monkeypatch.setattr(module, "SHAPE", module.SHAPE | SMALL)
     monkeypatch.setattr(module, "LENGTH", 32)
     monkeypatch.setattr(module, "WARM_UPS", 1)
@@ -30,7 +30,7 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded_training(monkeypatch):
     """Lists of the trainers, in the order of their start, and of (trainer, inputs) of each micro batch."""
     runs, batches = [], []
     train, step = Trainer.train, Trainer.training_step
@@ -49,9 +49,9 @@ def recorded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_sides_do_the_same_work_in_turn(recorded):
+def test_stock_and_own_trainer_alternate_on_same_batches(recorded_training):
     report = bench_train(["explicit", "mixture"], rounds=2, steps=1)
-    runs, batches = recorded
+    runs, batches = recorded_training
     kinds = [isinstance(trainer, RunTrainer) for trainer in runs]
     assert kinds == [False, True] * 2
     assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer in runs] == kinds
@@ -81,8 +81,8 @@ def test_both_sides_do_the_same_work_in_turn(recorded):
 
 
 @pytest.mark.slow
-def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
-    """A run has the same losses beside another one, although transformers shares some state among all trainers."""
+def test_interleaved_run_has_same_losses_as_run_alone(monkeypatch, tmp_path):
+    """transformers shares some state among all trainers."""
     losses = {}
     leave = RunTrainer.training_step
 
@@ -101,8 +101,8 @@ def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
     assert one == other and len(set(one)) == 7 * 2
 
 
-def test_steps_are_timed_and_make_rounds(monkeypatch):
-    """The time of a step excludes the other side's step, whichever side runs first."""
+def test_step_times_exclude_other_side_and_rounds_give_speeds(monkeypatch):
+    """Either side may run first in a step."""
     clock = [0.0]
     monkeypatch.setattr("crosshead.evals.bench.pairs.time.perf_counter", lambda: clock[0])
 
@@ -119,13 +119,13 @@ def test_steps_are_timed_and_make_rounds(monkeypatch):
     assert module._speeds([1, 3, 2, 6], steps=2) == [2 * 4 * 32 / 4, 2 * 4 * 32 / 8]
 
 
-def test_a_case_is_what_recipes_of_that_form_train():
+def test_knocking_cases_match_shipped_recipes():
     for name in ("papers/kha_dense_0.61b", "small/smollm2_knocking", "small/qwen3_0.6b_knocking"):
         ours = load_recipe(name).model.config["mixers"]["knocking"]
         assert CASES[f"knocking-{ours['form']}"]["knocking"].get("on", ["value"]) == ours.get("on", ["value"]), name
 
 
-def test_the_command(tmp_path, monkeypatch, capfd):
+def test_bench_train_command_report_and_errors(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     command = f"bench train knocking-mlp --rounds 1 --steps 2 --out {tmp_path}/a.json"

@@ -12,7 +12,7 @@ from crosshead.recipes.trainer.checkpoint_trainer import CheckpointTrainer
 from toys import CASES, mixed_model
 
 
-def test_what_fsdp_makes_of_a_model_is_saved_as_the_model_that_it_was(tmp_path):
+def test_fsdp_wrapped_model_is_saved_with_its_original_class(tmp_path):
     """FSDP replaces the model's class by its own, whose source file must not be saved as the model's code."""
     model = mixed_model("Qwen3Moe", CASES["mixture"])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

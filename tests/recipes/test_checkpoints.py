@@ -19,7 +19,7 @@ from crosshead.recipes.trainer.checkpoints import checkpoints, claim_output, loc
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
 
 
-def written(output, step, content="x"):
+def write_partial_checkpoint(output, step, content="x"):
     partial = output / ".partial" / f"checkpoint-{step}"
     (partial / "inside").mkdir(parents=True)
     (partial / "model").write_text(content)
@@ -27,12 +27,12 @@ def written(output, step, content="x"):
     return partial
 
 
-def steps(output):
+def checkpoint_steps(output):
     return [step_of(path) for path in checkpoints(output)]
 
 
 @pytest.fixture(scope="module")
-def killed_once(tmp_path_factory):
+def cached_killed_run(tmp_path_factory):
     """A cached function that runs a shipped recipe at toy size and kills it after step 3 of 4."""
 
     @cache
@@ -45,21 +45,21 @@ def killed_once(tmp_path_factory):
 
 
 @pytest.fixture
-def killed_run(killed_once, tmp_path):
-    """Like `killed_once`, with a copy of the output for this test."""
+def killed_run(cached_killed_run, tmp_path):
+    """Like `cached_killed_run`, with a copy of the output for this test."""
 
     def copied(name):
-        recipe = killed_once(name)
+        recipe = cached_killed_run(name)
         shutil.copytree(recipe.output, tmp_path / "run")
         return replace(recipe, output=str(tmp_path / "run"))
 
     return copied
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_publish_keeps_newest_checkpoints(tmp_path):
     for step in (2, 10, 4, 11):
-        publish(written(tmp_path, step), tmp_path, keep=2)
-    assert steps(tmp_path) == [11, 10]
+        publish(write_partial_checkpoint(tmp_path, step), tmp_path, keep=2)
+    assert checkpoint_steps(tmp_path) == [11, 10]
     assert [path.name for path in tmp_path.iterdir() if path.name != ".partial"] == [
         path.name for path in tmp_path.glob("checkpoint-1*")
     ]
@@ -76,28 +76,28 @@ def test_the_newest_are_kept(tmp_path):
         lambda path: (path / "complete.json").write_text("[]"),
     ],
 )
-def test_a_damaged_one_is_passed_over(damage, tmp_path, caplog):
+def test_damaged_checkpoint_is_skipped_and_replaced(damage, tmp_path, caplog):
     for step in (2, 4):
-        publish(written(tmp_path, step), tmp_path, keep=2)
+        publish(write_partial_checkpoint(tmp_path, step), tmp_path, keep=2)
     damage(tmp_path / "checkpoint-4")
-    assert steps(tmp_path) == [2]
+    assert checkpoint_steps(tmp_path) == [2]
     assert "checkpoint-4" in caplog.text
-    publish(written(tmp_path, 4, "again"), tmp_path, keep=2)  # and written again
-    assert steps(tmp_path) == [4, 2]
+    publish(write_partial_checkpoint(tmp_path, 4, "again"), tmp_path, keep=2)  # and written again
+    assert checkpoint_steps(tmp_path) == [4, 2]
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_other_folders_are_not_listed_as_checkpoints(tmp_path):
     for name in ("checkpoint-", "checkpoint-two", "checkpoint-4.old", "model"):
         (tmp_path / name).mkdir()
-    written(tmp_path, 7)
-    assert steps(tmp_path) == []
+    write_partial_checkpoint(tmp_path, 7)
+    assert checkpoint_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("moment", range(12))
-def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
-    """If `publish` is interrupted at any call that changes the disk, a complete checkpoint remains."""
-    publish(written(tmp_path, 2), tmp_path, keep=1)
-    partial, calls = written(tmp_path, 4), []
+def test_interrupted_publish_leaves_complete_checkpoint(tmp_path, monkeypatch, moment):
+    """Interrupts `publish` at each call that changes the disk."""
+    publish(write_partial_checkpoint(tmp_path, 2), tmp_path, keep=1)
+    partial, calls = write_partial_checkpoint(tmp_path, 4), []
 
     def counted(function):
         def call(*arguments, **options):
@@ -113,14 +113,14 @@ def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
     try:
         publish(partial, tmp_path, keep=1)
     except KeyboardInterrupt:
-        assert steps(tmp_path) in ([2], [4], [4, 2])
+        assert checkpoint_steps(tmp_path) in ([2], [4], [4, 2])
     else:
         assert moment == 0 or moment > len(calls)
-        assert steps(tmp_path) == [4]
+        assert checkpoint_steps(tmp_path) == [4]
 
 
-def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
-    forced, partial = [], written(tmp_path, 2)
+def test_move_synced_syncs_files_before_and_parent_after_rename(tmp_path, monkeypatch):
+    forced, partial = [], write_partial_checkpoint(tmp_path, 2)
     monkeypatch.setattr(module, "sync", lambda path: forced.append((path, partial.exists())))
     module.move_synced(partial, tmp_path / "checkpoint-2")
     inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
@@ -128,11 +128,11 @@ def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     assert forced[-1] == (tmp_path, False)
 
 
-def test_the_same_run(tmp_path):
+def test_claim_output_refuses_changed_run_with_checkpoints(tmp_path):
     run = {"data": "a", "train.seed": 1, "distillation": None}
     claim_output(tmp_path, {"data": "b"})
     claim_output(tmp_path, run)  # the other run has saved nothing yet
-    publish(written(tmp_path, 3), tmp_path, keep=1)
+    publish(write_partial_checkpoint(tmp_path, 3), tmp_path, keep=1)
     claim_output(tmp_path, run)
     for other, key in (
         (run | {"train.seed": 2}, "train.seed=1.*2"),
@@ -148,9 +148,9 @@ def test_the_same_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "model", "checkpoint-7", "metrics.jsonl"])
-def test_a_folder_that_says_of_no_run(tmp_path, name):
+def test_claim_output_refuses_folder_without_run_json(tmp_path, name):
     """Other tools use such names, too, so that a folder without run.json is refused."""
-    publish(written(tmp_path, 3), tmp_path, keep=1)
+    publish(write_partial_checkpoint(tmp_path, 3), tmp_path, keep=1)
     (tmp_path / "checkpoint-3").rename(tmp_path / name)
     if name == "checkpoint-7":
         (tmp_path / name / "complete.json").unlink()
@@ -159,7 +159,7 @@ def test_a_folder_that_says_of_no_run(tmp_path, name):
     assert (tmp_path / name / "model").read_text() == "x"
 
 
-def test_one_at_a_time(tmp_path, monkeypatch, caplog):
+def test_output_lock_refuses_second_run_and_bad_paths(tmp_path, monkeypatch, caplog):
     again = pytest.raises(RecipeError, match="run")
     with locked_output(tmp_path / "a" / "run"), again, locked_output(tmp_path / "a" / "run"):
         pass
@@ -178,7 +178,7 @@ def test_one_at_a_time(tmp_path, monkeypatch, caplog):
         assert str(tmp_path) in caplog.text
 
 
-def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
+def test_run_resumes_from_newest_complete_checkpoint(tmp_path):
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, steps=5) for name in ("whole", "damaged"))
     train(whole)
     killed(recipe, 5)
@@ -193,7 +193,7 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
-def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, killed_run):
+def test_corrupt_checkpoint_file_of_right_size_is_refused(name, killed_run):
     recipe = killed_run(KNOCKING)
     path = Path(recipe.output, "checkpoint-2", name)
     path.write_bytes(b"x" * path.stat().st_size)
@@ -209,7 +209,7 @@ def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, killed_run):
         (lambda path: (path / "optimizer.pt").unlink(), "optimizer"),
     ],
 )
-def test_a_checkpoint_that_is_not_what_it_says(change, words, killed_run, monkeypatch):
+def test_checkpoint_with_wrong_step_or_missing_file_is_refused(change, words, killed_run, monkeypatch):
     recipe = killed_run(KNOCKING)
     change(Path(recipe.output, "checkpoint-2"))
     monkeypatch.setattr(module, "_is_complete", lambda checkpoint: True)
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_not_what_it_says(change, words, killed_run, monkey
         train(recipe)
 
 
-def rewritten(checkpoint, change):
+def rewrite_tensors(checkpoint, change):
     """Change the tensors of a checkpoint, and update complete.json so that it still counts as complete."""
     file = next(checkpoint.glob("*.safetensors"))
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
@@ -242,23 +242,23 @@ def rewritten(checkpoint, change):
         (LORA, lambda tensors: {"other": torch.ones(2)}),
     ],
 )
-def test_a_checkpoint_that_is_not_this_models(name, change, killed_run):
+def test_checkpoint_with_tensors_of_another_model_is_refused(name, change, killed_run):
     """transformers would continue, with the model's current values in place of missing tensors."""
     recipe = killed_run(name)
     checkpoint = Path(recipe.output, "checkpoint-2")
-    rewritten(checkpoint, change)
+    rewrite_tensors(checkpoint, change)
     with pytest.raises(RecipeError, match="checkpoint-2") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_without_its_damaged_checkpoint_begins_again(killed_run):
+def test_run_without_checkpoint_starts_from_first_step(killed_run):
     recipe = killed_run(KNOCKING)
     shutil.rmtree(Path(recipe.output, "checkpoint-2"))
     assert train(recipe).model and len(losses(recipe)) == 4
 
 
-def test_no_pickle_is_written_or_trusted(killed_run, monkeypatch):
+def test_resume_loads_weights_only_and_run_writes_no_bin_files(killed_run, monkeypatch):
     recipe = killed_run(LORA)
     loads, load = [], torch.load
 
@@ -287,7 +287,7 @@ def test_no_pickle_is_written_or_trusted(killed_run, monkeypatch):
         ("distillation", None, r"distillation.*None"),
     ],
 )
-def test_another_recipe_is_refused(section, values, key, killed_run):
+def test_resume_with_changed_recipe_is_refused(section, values, key, killed_run):
     recipe = killed_run(MIXTURE)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")}
     other = replace(recipe, **{section: values and replace(getattr(recipe, section), **values)})

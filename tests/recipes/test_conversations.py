@@ -39,7 +39,7 @@ def open_windows(path, kind, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
-def test_each_conversation_is_a_document(kind, tmp_path, monkeypatch):
+def test_each_conversation_becomes_one_document(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     path = tmp_path / "chats" / "train.jsonl"
     path.parent.mkdir()
@@ -49,7 +49,7 @@ def test_each_conversation_is_a_document(kind, tmp_path, monkeypatch):
     assert [sample["input_ids"].tolist() for sample in windows] == [tokens_of(chat) for chat in CHATS]
 
 
-def test_text_and_conversations_in_one_field(tmp_path):
+def test_text_and_conversations_may_share_a_column(tmp_path):
     path = write_jsonl(tmp_path / "a", [words(5, 6, 7, 8, 9, 10), messages(CHATS[0])], column="messages")
     (windows,) = open_windows(path, "jsonl", chat_tokenizer(), tmp_path).sources
     assert [sample["input_ids"].tolist() for sample in windows] == [
@@ -59,7 +59,7 @@ def test_text_and_conversations_in_one_field(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_conversation_without_messages_is_left_out(kind, tmp_path):
+def test_empty_conversation_is_skipped(kind, tmp_path):
     write = write_parquet if kind == "parquet" else write_jsonl
     path = write(tmp_path / "a", [messages(CHATS[0]), [], None, messages(CHATS[1])], column="messages")
     (windows,) = open_windows(path, kind, chat_tokenizer(), tmp_path).sources
@@ -67,7 +67,7 @@ def test_a_conversation_without_messages_is_left_out(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_parts_of_text_are_one_text(kind, tmp_path):
+def test_text_parts_of_a_message_are_joined(kind, tmp_path):
     chat = [
         each | {"content": [{"type": "text", "text": text} for text in (each["content"][:2], each["content"][2:])]}
         for each in messages(CHATS[0])
@@ -79,14 +79,14 @@ def test_parts_of_text_are_one_text(kind, tmp_path):
     assert windows[0]["input_ids"].tolist() == tokens_of(CHATS[0])
 
 
-def test_parts_that_are_not_text_are_refused(tmp_path):
+def test_image_part_of_a_message_is_refused(tmp_path):
     chat = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]
     path = write_jsonl(tmp_path / "a", [chat], column="messages")
     with pytest.raises(RecipeError, match=r"line 1 has the content .*image.*: give text, or parts that are text"):
         open_windows(path, "jsonl", chat_tokenizer(), tmp_path)
 
 
-def test_another_template_gives_other_tokens(tmp_path):
+def test_changed_chat_template_rebuilds_token_cache(tmp_path):
     path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
     first, second = chat_tokenizer(), chat_tokenizer()
     second.chat_template = TEMPLATE.replace("w1", "w3")
@@ -94,7 +94,7 @@ def test_another_template_gives_other_tokens(tmp_path):
     assert (one[0]["input_ids"][0], two[0]["input_ids"][0]) == (1, 3)
 
 
-def test_another_token_in_the_template_gives_other_tokens(tmp_path):
+def test_changed_bos_token_of_template_rebuilds_token_cache(tmp_path):
     path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
     first_tokens = []
     for start in ("w3", "w4"):
@@ -115,7 +115,7 @@ def test_another_token_in_the_template_gives_other_tokens(tmp_path):
         ({"role": "user"}, TEMPLATE, "line 1 has {'role': 'user'} in 'messages'"),
     ],
 )
-def test_refusals(content, template, expected, tmp_path):
+def test_invalid_conversations_are_refused(content, template, expected, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": content}) + "\n")
     tokenizer = separating_tokenizer()
     tokenizer.chat_template = template

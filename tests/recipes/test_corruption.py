@@ -52,7 +52,7 @@ def samples(corruption, count):
     return Prepared(list(windows(count, corruption.text_length)), corruption, "training 0")
 
 
-def test_masks_have_the_shares_of_bert():
+def test_masked_tokens_have_bert_shares():
     corrupted = samples(masks(), 400)
     kinds = {"masked": 0, "kept": 0, "replaced": 0}
     for sample, window in zip((corrupted[index] for index in range(400)), windows(400, 64), strict=True):
@@ -74,7 +74,7 @@ def test_masks_have_the_shares_of_bert():
         assert abs(kinds[kind] - share * total) < 4 * (share * (1 - share) * total) ** 0.5, kind
 
 
-def test_a_window_of_special_tokens_has_predictions_too():
+def test_window_of_special_tokens_still_masks_one_token():
     corruption = masks(10)
     text = torch.full((corruption.text_length,), END)
     sample = corruption({"input_ids": text}, np.random.default_rng(0))
@@ -82,7 +82,7 @@ def test_a_window_of_special_tokens_has_predictions_too():
     assert sample["input_ids"][0] == CLS and sample["input_ids"][-1] == SEP
 
 
-def test_every_place_is_masked_equally_often():
+def test_mask_positions_are_uniform():
     corrupted = samples(masks(share=0.25), 2000)
     counts = sum((corrupted[index]["labels"] != NOT_PREDICTED).float() for index in range(0, 2000, 2))
     assert counts[0] == counts[-1] == 0
@@ -110,7 +110,7 @@ def test_segments_are_swapped_in_half_of_the_sequences():
     assert abs(sum(labels) - 200) < 4 * 10 and len(cuts) > 25
 
 
-def test_a_text_is_its_inputs_and_labels_put_together():
+def test_span_inputs_and_labels_reconstruct_text():
     corruption = cut_spans(Spans(), tokenizer(), VOCABULARY, 512, PAD)
     corrupted, firsts = samples(corruption, 50), set()
     for sample, window in zip(
@@ -137,7 +137,7 @@ def test_a_text_is_its_inputs_and_labels_put_together():
 @pytest.mark.parametrize(
     ("share", "mean", "length"), [(0.15, 3.0, 64), (0.5, 10.0, 100), (0.05, 1.0, 33), (0.9, 1.0, 40)]
 )
-def test_spans_of_other_sizes(share, mean, length):
+def test_span_share_and_length_settings_give_expected_sizes(share, mean, length):
     corruption = cut_spans(Spans(share=share, mean_length=mean), tokenizer(), VOCABULARY, length, PAD)
     (sample,) = (corruption(each, np.random.default_rng(0)) for each in windows(1, corruption.text_length))
     assert length - 1 <= len(sample["input_ids"]) <= length
@@ -145,7 +145,7 @@ def test_spans_of_other_sizes(share, mean, length):
     assert noise == round(share * corruption.text_length)
 
 
-def test_all_divisions_are_equally_likely():
+def test_random_sizes_are_uniform_over_all_divisions():
     draws = np.random.default_rng(0)
     counts = {}
     for _ in range(6000):
@@ -156,7 +156,7 @@ def test_all_divisions_are_equally_likely():
     assert max(abs(count - 600) for count in counts.values()) < 5 * 600**0.5
 
 
-def test_samples_follow_from_their_number_and_the_seed():
+def test_corruption_depends_only_on_sample_number_and_seed():
     corruption = masks()
     base = list(windows(4, corruption.text_length))
     first, again, other = (Prepared(base, corruption, f"training {seed}") for seed in (0, 0, 1))
@@ -177,7 +177,7 @@ def test_samples_follow_from_their_number_and_the_seed():
         ({}, Spans(), 3, "data.length=3"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, options, length, words):
+def test_corruption_refuses_unsuitable_tokenizer_or_length(change, options, length, words):
     changed_tokenizer = tokenizer(**change)
     with pytest.raises(RecipeError, match=re.escape(words)):
         if isinstance(options, Spans):

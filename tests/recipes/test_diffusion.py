@@ -33,13 +33,13 @@ def weights(made: Recipe) -> dict[str, torch.Tensor]:
     return load_file(Path(made.output, "model", "diffusion_pytorch_model.safetensors"))
 
 
-def opened(made: Recipe) -> tuple[Noise, Any]:
+def objective_and_data(made: Recipe) -> tuple[Noise, Any]:
     """Return the objective and the data of a recipe."""
     objective = Noise(made)
     return objective, objective.open_data(objective.load_processor(), DiTFields(**made.model.config or {}), print)
 
 
-def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: Path) -> None:
+def test_dit_learns_and_eval_loss_is_of_averaged_weights(tmp_path: Path) -> None:
     made = recipe(
         tmp_path, *PIXELS, steps=40, every=40, batch_samples=8, micro_batch=8, learning_rate=5e-3, average=0.9
     )
@@ -49,7 +49,7 @@ def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: P
     folder = Path(made.output, "model")
     model = CrossheadDiTTransformer2DModel.from_pretrained(folder).eval()
     schedule = DDPMScheduler.from_pretrained(folder)
-    _, data = opened(made)
+    _, data = objective_and_data(made)
     errors = []
     for sample in data.evaluation:
         clean, noise, times = (sample[name][None] for name in ("pixel_values", "noise", "timesteps"))
@@ -63,7 +63,7 @@ def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: P
 
 
 @pytest.mark.parametrize("changes", [pytest.param(PIXELS, marks=pytest.mark.slow), ()], ids=["pixels", "latents"])
-def test_a_resumed_run_is_equal_to_the_bit(changes: tuple[str, ...], tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(changes: tuple[str, ...], tmp_path: Path) -> None:
     once, again = (recipe(tmp_path / name, *changes) for name in ("once", "again"))
     train(once)
     resumed(again, 3)
@@ -74,7 +74,7 @@ def test_a_resumed_run_is_equal_to_the_bit(changes: tuple[str, ...], tmp_path: P
     assert not (Path(once.output) / "model" / "vae").exists()
 
 
-def test_the_result_is_the_average_with_one_embedding(tmp_path: Path) -> None:
+def test_result_is_weight_average_with_shared_embedding(tmp_path: Path) -> None:
     made = recipe(tmp_path, *PIXELS, every=1)
     train(made)
     steps = [load_file(Path(made.output, f"checkpoint-{step}", "model.safetensors")) for step in range(1, 5)]
@@ -94,7 +94,7 @@ def test_the_result_is_the_average_with_one_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_micro_batch_size(tmp_path: Path) -> None:
     results = []
     for at_once in (1, 4):
         made = recipe(tmp_path / str(at_once), micro_batch=at_once, learning_rate=1e-3)
@@ -105,7 +105,7 @@ def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_do_the_work_of_one(tmp_path: Path) -> None:
+def test_two_processes_have_losses_of_one(tmp_path: Path) -> None:
     made = recipe(tmp_path, learning_rate=1e-3)
     train(made)
     run = Run(made, tmp_path, "two")
@@ -114,7 +114,7 @@ def test_two_processes_do_the_work_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_and_recomputed_activations(tmp_path: Path) -> None:
+def test_losses_with_checkpointed_activations_and_bfloat16(tmp_path: Path) -> None:
     results = []
     for name, options in {
         "plain": {},
@@ -128,9 +128,9 @@ def test_bfloat16_and_recomputed_activations(tmp_path: Path) -> None:
     assert results[2] == pytest.approx(results[0], abs=0.03) and results[2] != results[0]
 
 
-def test_samples_are_drawn_for_each_use_of_an_image(tmp_path: Path) -> None:
+def test_samples_have_expected_noise_timesteps_labels_and_flips(tmp_path: Path) -> None:
     made = recipe(tmp_path, *PIXELS)
-    _, data = opened(made)
+    _, data = objective_and_data(made)
     samples, again = (list(data.samples(600, 0)) for _ in range(2))
     for sample, other in zip(samples[::50], again[::50], strict=True):
         assert all(torch.equal(part, other[name]) for name, part in sample.items())
@@ -147,13 +147,13 @@ def test_samples_are_drawn_for_each_use_of_an_image(tmp_path: Path) -> None:
     images = sum(len(source) for source in data.sources)
     assert len(unlike) == 2 * images  # each image and its mirror image
     assert all(sample["labels"] < 4 for sample in data.evaluation)
-    _, plain = opened(replace(made, objective=replace(made.objective, flip=False)))
+    _, plain = objective_and_data(replace(made, objective=replace(made.objective, flip=False)))
     assert len({tuple(s["pixel_values"].flatten().tolist()) for s in plain.samples(600, 0)}) == images
 
 
-def test_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
+def test_latents_equal_scaled_vae_encoding(tmp_path: Path) -> None:
     made = recipe(tmp_path)
-    objective, data = opened(made)
+    objective, data = objective_and_data(made)
     batch = {name: torch.stack([sample[name] for sample in data.samples(3, 0)]) for name in data.samples(1, 0)[0]}
     assert batch["pixel_values"].shape == (3, 3, 16, 16) and batch["noise"].shape == (3, 4, 8, 8)
     vae = AutoencoderKL.from_pretrained(made.model.vae)
@@ -164,7 +164,7 @@ def test_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
     assert not torch.equal(batch["latent_noise"], batch["noise"])
 
 
-def test_a_pipeline_draws_images_with_the_result(tmp_path: Path) -> None:
+def test_trained_model_works_in_dit_pipeline(tmp_path: Path) -> None:
     made = recipe(tmp_path, steps=1)
     train(made)
     folder = Path(made.output, "model")
@@ -203,12 +203,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_wrong_recipes(change: str) -> None:
+def test_invalid_diffusion_recipes_are_refused(change: str) -> None:
     with pytest.raises(RecipeError, match=WRONG[change]):
         load_recipe(LATENTS, [change])
 
 
-def test_an_autoencoder_needs_the_objective(tmp_path: Path) -> None:
+def test_vae_without_noise_objective_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.vae=somewhere"):
         load_recipe("small/smollm2_knocking", ["model.vae=somewhere"])
 
@@ -222,7 +222,7 @@ WRONG_RUNS = {
 
 
 @pytest.mark.parametrize("name", WRONG_RUNS)
-def test_runs_that_cannot_begin(name: str, tmp_path: Path) -> None:
+def test_model_config_that_does_not_fit_data_is_refused(name: str, tmp_path: Path) -> None:
     changes, config, message = WRONG_RUNS[name]
     made = recipe(tmp_path, *changes)
     made = replace(made, model=replace(made.model, config=made.model.config | config))
@@ -232,7 +232,7 @@ def test_runs_that_cannot_begin(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_sharded_runs_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_diffusion_runs_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     initialise = Trainer.__init__
 
     def sharded(self: Any, **options: Any) -> None:
@@ -244,7 +244,7 @@ def test_sharded_runs_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest
         train(recipe(tmp_path, *PIXELS, average=None))
 
 
-def test_an_autoencoder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_vae_is_refused(tmp_path: Path) -> None:
     made = recipe(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.vae=/nowhere/vae"):
         train(replace(made, model=replace(made.model, vae="/nowhere/vae")))

@@ -24,7 +24,7 @@ from toy_diffusion import PIXELS, recipe
 PAPER = "papers/moh_dit_xl_2"
 
 
-def test_the_recipe_trains_as_the_paper_says() -> None:
+def test_moh_dit_recipe_has_paper_settings() -> None:
     """Settings of Mixture-of-Head, section 4.2 and table 2."""
     loaded = load_recipe(PAPER)
     config, options = loaded.model.config or {}, loaded.train
@@ -44,14 +44,14 @@ def test_the_recipe_trains_as_the_paper_says() -> None:
     assert config["mixers"]["mixture"]["shared_heads"] > 0.4 * max(heads)  # section 4.5
 
 
-def test_the_fields_are_those_of_diffusers() -> None:
+def test_dit_field_defaults_equal_diffusers() -> None:
     stock = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=4, num_layers=1).config
     for name, field in DiTFields.__dataclass_fields__.items():
         if name not in ("mixers", "num_attention_heads", "attention_head_dim", "num_layers"):
             assert stock[name] == field.default, name
 
 
-def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
+def test_dry_run_counts_equal_trained_dit(tmp_path: Path) -> None:
     made = recipe(tmp_path, *PIXELS)
     report = dry_run(made, ONE_GPU)
     model = Noise(made).new_model(DiTFields(**made.model.config or {}))
@@ -73,7 +73,7 @@ def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
             dry_run(replace(made, train=replace(made.train, average=None)), Sharding("eight", kind, 8))
 
 
-def test_the_card_of_a_result(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+def test_card_example_runs_and_push_and_cost_commands_work(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     made = recipe(tmp_path, *PIXELS, steps=1)
     train(made)
     folder = Path(made.output, "model")

@@ -26,7 +26,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def metrics(images: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
+def train_metrics(images: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
     """A function that trains a recipe on `samples` images and returns its metrics on held-out images."""
 
     def run(name: str, samples: int) -> dict[str, float]:
@@ -42,11 +42,11 @@ def metrics(images: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
     return run
 
 
-def test_a_vit_tells_digits_apart(metrics: Callable[..., dict[str, float]]) -> None:
-    measured = metrics("small/digits_vit", 32_000)
+def test_vit_classifies_digits(train_metrics: Callable[..., dict[str, float]]) -> None:
+    measured = train_metrics("small/digits_vit", 32_000)
     assert measured["eval_accuracy"] > 0.85
 
 
-def test_a_dit_learns_to_denoise_digits(metrics: Callable[..., dict[str, float]]) -> None:
+def test_dit_denoises_digits(train_metrics: Callable[..., dict[str, float]]) -> None:
     pytest.importorskip("diffusers")
-    assert metrics("small/digits_dit", 25_600)["eval_loss"] < 0.4  # 1 without learning
+    assert train_metrics("small/digits_dit", 25_600)["eval_loss"] < 0.4  # 1 without learning

@@ -21,17 +21,17 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(loss_module, "ROWS", 5)  # blocks that do not end at the ends of sequences
 
 
-def numbers(*shape, seed):
+def random_tensor(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def example():
+def logits_labels_teacher():
     labels = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
     labels[0, :3] = labels[1, 4] = labels[2, 1:] = NOT_PREDICTED
-    return numbers(3, 7, VOCABULARY, seed=2), labels, numbers(3, 7, VOCABULARY, seed=3)
+    return random_tensor(3, 7, VOCABULARY, seed=2), labels, random_tensor(3, 7, VOCABULARY, seed=3)
 
 
-def predictions(labels):
+def predicted_positions(labels):
     """Return (sequence, position, next token) of each position whose next token has a label."""
     return [
         (row, position, int(labels[row, position + 1]))
@@ -41,25 +41,25 @@ def predictions(labels):
     ]
 
 
-def divergence(logits, teacher, temperature=1.0):
+def kl_divergence(logits, teacher, temperature=1.0):
     """Return the KL divergence `sum p log(p / q)`, computed in a loop."""
     p, q = ((x.double() / temperature).exp() / (x.double() / temperature).exp().sum() for x in (teacher, logits))
     return sum(p[token] * (p[token] / q[token]).log() for token in range(len(p)))
 
 
-def surprise(logits, token):
+def cross_entropy(logits, token):
     return -(logits.double().exp()[token] / logits.double().exp().sum()).log()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5, 0.5])
-def test_divergence_instead_of_the_next_token(temperature):
-    logits, labels, teacher = example()
+def test_divergence_minus_loss_equals_reference_formula(temperature):
+    logits, labels, teacher = logits_labels_teacher()
     loss = divergence_minus_loss(logits.requires_grad_(), labels, (teacher,), temperature)
     own = logits.detach().double().requires_grad_()
     expected = sum(
-        divergence(own[row, position], teacher[row, position], temperature) * temperature**2
-        - surprise(own[row, position], token)
-        for row, position, token in predictions(labels)
+        kl_divergence(own[row, position], teacher[row, position], temperature) * temperature**2
+        - cross_entropy(own[row, position], token)
+        for row, position, token in predicted_positions(labels)
     )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
@@ -67,49 +67,51 @@ def test_divergence_instead_of_the_next_token(temperature):
     torch.testing.assert_close(logits.grad.double(), own.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_teacher_that_agrees_is_no_distance():
-    logits, labels, _ = example()
+def test_equal_teacher_has_zero_divergence():
+    logits, labels, _ = logits_labels_teacher()
     loss = divergence_minus_loss(logits, labels, (logits,), 2.0)
-    expected = sum(surprise(logits[row, position], token) for row, position, token in predictions(labels))
+    expected = sum(cross_entropy(logits[row, position], token) for row, position, token in predicted_positions(labels))
     assert loss.item() == pytest.approx(-expected.item(), rel=1e-5)
 
 
-def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
-    logits, labels, teacher = example()
+def test_tokens_beyond_teacher_vocabulary_have_probability_zero():
+    logits, labels, teacher = logits_labels_teacher()
     unlikely = torch.full((3, 7, 4), -1e9)
     expected = divergence_minus_loss(logits, labels, (torch.cat([teacher[..., :9], unlikely], -1),), 1.5)
     torch.testing.assert_close(divergence_minus_loss(logits, labels, (teacher[..., :9],), 1.5), expected)
 
 
-def test_all_of_a_teacher_on_disk_is_the_teacher():
-    logits, labels, teacher = example()
+def test_stored_logits_of_whole_vocabulary_equal_live_teacher():
+    logits, labels, teacher = logits_labels_teacher()
     stored = teacher.log_softmax(-1).topk(VOCABULARY, dim=-1)
     loss = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
     torch.testing.assert_close(loss, divergence_minus_loss(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
 
 
-def test_the_rest_of_a_teacher_on_disk_is_one_outcome():
-    logits, labels, teacher = example()
+def test_tokens_outside_stored_top_k_count_as_one_outcome():
+    logits, labels, teacher = logits_labels_teacher()
     stored = teacher.log_softmax(-1).topk(4, dim=-1)
     loss = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
     expected = 0.0
-    for row, position, token in predictions(labels):
+    for row, position, token in predicted_positions(labels):
         top = stored.indices[row, position].tolist()
         both = [x[row, position].double().softmax(-1) for x in (teacher, logits)]
         p, q = ([*(x[index] for index in top), 1 - sum(x[index] for index in top)] for x in both)
-        expected += sum(a * (a / b).log() for a, b in zip(p, q, strict=True)) - surprise(logits[row, position], token)
+        expected += sum(a * (a / b).log() for a, b in zip(p, q, strict=True)) - cross_entropy(
+            logits[row, position], token
+        )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_predictions_are_counted_by_sequence():
-    _, labels, _ = example()
+def test_predictions_are_counted_per_sequence():
+    _, labels, _ = logits_labels_teacher()
     assert count_predictions(labels).tolist() == [
-        sum(row == each for each, _, _ in predictions(labels)) for row in range(3)
+        sum(row == each for each, _, _ in predicted_positions(labels)) for row in range(3)
     ]
 
 
-def test_attention_errors():
-    outputs, targets = ([numbers(2, 3, 4, seed=seed + layer) for layer in range(2)] for seed in (5, 8))
+def test_attention_errors_equal_reference_formula():
+    outputs, targets = ([random_tensor(2, 3, 4, seed=seed + layer) for layer in range(2)] for seed in (5, 8))
     expected = [
         sum(((a[row] - b[row]) ** 2).sum() / (b[row] ** 2).sum() for a, b in zip(outputs, targets, strict=True)) / 2
         for row in range(2)
@@ -117,26 +119,26 @@ def test_attention_errors():
     torch.testing.assert_close(attention_errors(outputs, targets), torch.stack(expected))
 
 
-def outputs_of(model, ids):
+def attention_outputs(model, ids):
     with attention_states(model) as (_, outputs):
         model(ids, use_cache=False)
     return outputs
 
 
-def test_the_attention_of_the_same_model_is_matched():
+def test_same_model_has_zero_attention_error():
     model, ids = stock_model("Llama"), tokens()
-    outputs, targets = outputs_of(model, ids), outputs_of(model, ids)
+    outputs, targets = attention_outputs(model, ids), attention_outputs(model, ids)
     assert len(outputs) == 2 and outputs[0].shape == (2, 9, 24)
     assert attention_errors(outputs, targets).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("case", ["knocking", "mixture", "differential"])
-def test_matching_moves_attention_and_what_is_below_it(case):
+def test_attention_matching_has_gradients_only_at_and_below_attention(case):
     student, ids = mixed_model("Llama", CASES[case]), tokens()
     teacher = stock_model("Llama")
     with torch.no_grad():
-        targets = outputs_of(teacher, ids)
-    attention_errors(outputs_of(student, ids), targets).sum().backward()
+        targets = attention_outputs(teacher, ids)
+    attention_errors(attention_outputs(student, ids), targets).sum().backward()
     moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
     above = {name for name in dict(student.named_parameters()) if name.startswith(("lm_head", "model.norm"))}
     above |= {
@@ -148,7 +150,7 @@ def test_matching_moves_attention_and_what_is_below_it(case):
     assert moved >= {name for name, _ in student.named_parameters() if "self_attn" in name or "layers.0" in name}
 
 
-def test_nothing_is_left_on_the_model():
+def test_attention_hooks_are_removed_after_an_error():
     model = stock_model("Llama")
     with pytest.raises(KeyError), attention_states(model):
         raise KeyError

@@ -27,7 +27,7 @@ FEW = "model.config.num_hidden_layers=3"
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_cli(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     return lambda command: run(capfd, monkeypatch, command)
 
@@ -40,7 +40,7 @@ def line(capfd, monkeypatch, tmp_path):
         strength=1,
     ),
 )
-def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path):
+def test_dry_run_figures_equal_trained_model(name, changes, tmp_path):
     recipe = toy(load_recipe(name, changes), tmp_path)
     report = dry_run(recipe, ONE_GPU)
     model = set_trainable(load_model(recipe, load_tokenizer(recipe)), recipe.train)
@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path)
     assert report["counted_from"] == ("model.config" if recipe.model.path is None else "config.json")
 
 
-def test_a_large_recipe_needs_nothing_but_its_configuration():
+def test_dry_run_of_large_recipe_needs_no_weights():
     report = dry_run(load_recipe(SMALL), ONE_GPU)
     assert report["parameters"] == 132_303_528 and report["new_parameters"] == 30 * 2 * 3 * 2
     assert report["steps"] == 306 and report["micro_batches_per_step"] == 8
@@ -68,7 +68,7 @@ def test_a_large_recipe_needs_nothing_but_its_configuration():
     assert "teacher" in text and "Activations" in text
 
 
-def test_what_moves_under_lora():
+def test_dry_run_counts_lora_parameters_and_refuses_fsdp2():
     changes = [FEW, "train.trainable=mixers+lora", "train.lora={rank: 16, alpha: 32}"]
     report = dry_run(load_recipe(SMALL, changes), ONE_GPU)
     rows, wide, narrow = 576, 1536, 128
@@ -78,7 +78,7 @@ def test_what_moves_under_lora():
         dry_run(load_recipe(SMALL, changes), Sharding("fsdp2", FSDP, 8))
 
 
-def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
+def test_dry_run_reads_stored_config_but_not_weights(tmp_path):
     recipe = load_recipe(SMALL, [FEW])
     config = model_config(recipe.model.config)
     config.dtype = torch.bfloat16
@@ -96,28 +96,28 @@ def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
         dry_run(load_recipe(SMALL, [FEW, change]), ONE_GPU)
 
 
-def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):
+def test_local_teacher_memory_is_counted_from_its_config(tmp_path):
     recipe = load_recipe(SMALL, [FEW])
     config = model_config(recipe.model.config | {"num_hidden_layers": 2, "mixers": {}})
     config.dtype = torch.float32
     config.save_pretrained(tmp_path / "teacher")
     report = dry_run(load_recipe(SMALL, [FEW, f"distillation.teacher={tmp_path / 'teacher'}"]), ONE_GPU)
-    assert report["memory_per_gpu"]["teacher"] == 4 * numbers_of(config)
+    assert report["memory_per_gpu"]["teacher"] == 4 * parameter_count(config)
     config.num_hidden_layers = 3
-    assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["teacher"] == 2 * numbers_of(config)
+    assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["teacher"] == 2 * parameter_count(config)
 
 
-def test_no_teacher_with_zero3():
+def test_teacher_with_zero3_is_refused():
     with pytest.raises(RecipeError, match=r"distillation\.teacher.*ZeRO-3.*distillation\.logits"):
         dry_run(load_recipe(SMALL, [FEW]), read_sharding("deepspeed_zero3_8_gpus"))
 
 
-def numbers_of(config):
+def parameter_count(config):
     with torch.device("meta"):
         return sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def test_shipped_accelerate_files_are_understood():
+def test_shipped_accelerate_files_give_their_sharding():
     kinds = {path.stem: read_sharding(path.stem) for path in ACCELERATE.glob("*.yaml")}
     assert {name: (sharding.kind, sharding.processes) for name, sharding in kinds.items()} == {
         "one_gpu": ("one GPU", 1),
@@ -147,7 +147,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_files_that_cannot_be_counted_are_refused(case, tmp_path):
+def test_unsupported_accelerate_files_are_refused(case, tmp_path):
     content, message = BAD_FILES[case]
     path = tmp_path / "file.yaml"
     if content is not None:
@@ -157,7 +157,7 @@ def test_files_that_cannot_be_counted_are_refused(case, tmp_path):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_copies_on_each_gpu(tmp_path):
+def test_multi_gpu_counts_full_weights_on_each_gpu(tmp_path):
     path = tmp_path / "copies.yaml"
     path.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 4}))
     report = dry_run(load_recipe(SMALL, [FEW]), read_sharding(str(path)))
@@ -165,11 +165,11 @@ def test_copies_on_each_gpu(tmp_path):
     assert report["memory_per_gpu"]["weights"] == 4 * report["parameters"]
 
 
-def test_the_command(line, tmp_path):
-    status, out, err = line(f"train {SMALL} --set {FEW} --dry-run --json --accelerate fsdp2_8_gpus")
+def test_dry_run_command_prints_report_and_writes_nothing(run_cli, tmp_path):
+    status, out, err = run_cli(f"train {SMALL} --set {FEW} --dry-run --json --accelerate fsdp2_8_gpus")
     assert (status, err) == (0, "")
     assert json.loads(out) == dry_run(load_recipe(SMALL, [FEW]), read_sharding("fsdp2_8_gpus"))
-    status, out, err = line(f"train {SMALL} --set {FEW} --dry-run")
+    status, out, err = run_cli(f"train {SMALL} --set {FEW} --dry-run")
     assert (status, err) == (0, "")
     assert ["steps", "306"] in [text.split() for text in out.splitlines()]
     assert "one_gpu" in out
@@ -189,7 +189,7 @@ def test_the_command(line, tmp_path):
         ),
     ],
 )
-def test_wrong_usage(line, command, status, words):
-    exit_status, out, err = line(command)
+def test_dry_run_command_refuses_wrong_options(run_cli, command, status, words):
+    exit_status, out, err = run_cli(command)
     assert (exit_status, out) == (status, "")
     assert words in err and "Traceback" not in err

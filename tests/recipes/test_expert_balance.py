@@ -34,19 +34,19 @@ def no_network(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def model_of(**changes):
+def moe_model(**changes):
     return mixed_model("Qwen3Moe", {}, expert_bias=True, **changes).train()
 
 
-def biases(model):
+def expert_biases(model):
     return [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers]
 
 
-def loads(model, ids):
+def count_expert_loads(model, ids):
     """Return the number of tokens that select each expert, per layer, counted token by token."""
     logits = model(ids, output_router_logits=True).router_logits
     layers = []
-    for layer, bias in zip(logits, biases(model), strict=True):
+    for layer, bias in zip(logits, expert_biases(model), strict=True):
         counts = [0] * len(bias)
         for token in layer.softmax(-1):
             for expert in (token + bias).topk(2).indices.tolist():
@@ -55,7 +55,7 @@ def loads(model, ids):
     return layers
 
 
-def moved(bias, counts):
+def updated_biases(bias, counts):
     """Return the biases after one update: up by RATE for loads below the mean, down for loads above it."""
     mean = sum(counts) / len(counts)
     signs = [(mean > count) - (mean < count) for count in counts]
@@ -63,18 +63,18 @@ def moved(bias, counts):
 
 
 @pytest.mark.parametrize("checkpointing", (False, True))
-def test_the_rule(checkpointing):
+def test_bias_update_follows_load_of_whole_step(checkpointing):
     """Loads are summed over the micro batches of a step; recomputation in a backward pass is not counted."""
-    model = model_of()
+    model = moe_model()
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     balance = ExpertBalance(model, RATE)
     for step in range(3):
         parts = [tokens(2, 9, seed=10 * step + part) for part in range(2)]
-        counted = [loads(model, ids) for ids in parts]
+        counted = [count_expert_loads(model, ids) for ids in parts]
         expected = [
-            moved(bias, [sum(pair) for pair in zip(*both, strict=True)])
-            for bias, *both in zip(biases(model), *counted, strict=True)
+            updated_biases(bias, [sum(pair) for pair in zip(*both, strict=True)])
+            for bias, *both in zip(expert_biases(model), *counted, strict=True)
         ]
         for ids in parts:
             with balance.counting():
@@ -82,15 +82,15 @@ def test_the_rule(checkpointing):
             loss.backward()
             model(ids)  # as an evaluation would
         balance.on_optimizer_step(None, None, None)
-        for bias, target in zip(biases(model), expected, strict=True):
+        for bias, target in zip(expert_biases(model), expected, strict=True):
             assert torch.allclose(bias, target, atol=1e-7) and bias.abs().max() > 0
         totals = [sum(pair) for pair in zip(counted[0][1], counted[1][1], strict=True)]
         assert balance.metrics()["expert_load/1/most"] == pytest.approx(max(totals) / 18)
         assert balance.metrics()["expert_load/1/least"] == pytest.approx(min(totals) / 18)
 
 
-def test_it_evens_out_the_load():
-    model = model_of(num_experts=8)
+def test_bias_updates_balance_expert_load():
+    model = moe_model(num_experts=8)
     balance, maxima = ExpertBalance(model, 0.003), []
     with torch.no_grad():
         for _ in range(120):
@@ -101,13 +101,13 @@ def test_it_evens_out_the_load():
     assert maxima[0] > 1.4 and max(maxima[-10:]) < 1.2
 
 
-def test_without_a_rate_nothing_moves():
-    model = model_of()
+def test_biases_stay_zero_without_rate():
+    model = moe_model()
     balance = ExpertBalance(model, None)
     with balance.counting():
         model(tokens())
     balance.on_optimizer_step(None, None, None)
-    assert not any(bias.any() for bias in biases(model)) and balance.metrics() == {}
+    assert not any(bias.any() for bias in expert_biases(model)) and balance.metrics() == {}
 
 
 def trained_biases(recipe):
@@ -119,20 +119,20 @@ def logged_loads(recipe):
     return [{key: line[key] for key in line if key.startswith("expert_load/")} for line in metrics(recipe)]
 
 
-def experts(folder, **changes):
+def expert_run(folder, **changes):
     return toy_run(EXPERTS, folder, steps=5, train={"expert_bias_rate": RATE} | changes)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A finished run whose steps are each one micro batch."""
-    recipe = experts(tmp_path_factory.mktemp("whole"), micro_batch=4)
+    recipe = expert_run(tmp_path_factory.mktemp("whole"), micro_batch=4)
     train(recipe)
     return recipe
 
 
-def test_biases_move_by_whole_steps(whole):
-    trained = trained_biases(whole)
+def test_trained_biases_are_multiples_of_rate(finished_run):
+    trained = trained_biases(finished_run)
     assert len(trained) == 4 and all(tensor.dtype == torch.float32 for tensor in trained.values())
     for tensor in trained.values():
         steps = tensor / RATE
@@ -140,29 +140,29 @@ def test_biases_move_by_whole_steps(whole):
 
 
 @pytest.mark.parametrize("changes", first([AGAIN, {"micro_batch": 2}, {"micro_batch": 1}]))
-def test_a_run_however_it_is_accumulated(changes, whole, tmp_path):
+def test_biases_and_loads_do_not_depend_on_micro_batch_size(changes, finished_run, tmp_path):
     """Biases and loads are whole numbers of update steps and tokens, so that they are equal to the bit."""
-    recipe, expected = experts(tmp_path, **changes), trained_biases(whole)
+    recipe, expected = expert_run(tmp_path, **changes), trained_biases(finished_run)
     train(recipe)
-    assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)
+    assert losses(recipe) == pytest.approx(losses(finished_run), abs=2e-6)
     assert (
-        logged_loads(recipe) == logged_loads(whole)
+        logged_loads(recipe) == logged_loads(finished_run)
         and {"expert_load/3/most", "expert_load/0/least"} <= logged_loads(recipe)[0].keys()
     )
     assert all(torch.equal(tensor, expected[key]) for key, tensor in trained_biases(recipe).items())
 
 
-def test_a_run_that_is_killed(whole, tmp_path):
-    killed = experts(tmp_path, micro_batch=4)
+def test_resumed_run_has_same_losses_loads_and_weights(finished_run, tmp_path):
+    killed = expert_run(tmp_path, micro_batch=4)
     resumed(killed, 1, 3, 4)
-    assert losses(killed) == losses(whole) and logged_loads(killed) == logged_loads(whole)
-    assert all(torch.equal(tensor, weights(killed)[key]) for key, tensor in weights(whole).items())
+    assert losses(killed) == losses(finished_run) and logged_loads(killed) == logged_loads(finished_run)
+    assert all(torch.equal(tensor, weights(killed)[key]) for key, tensor in weights(finished_run).items())
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_however_it_is_divided_among_processes(tmp_path):
-    length = experts(tmp_path / "recipe").data.length
+def test_expert_loads_do_not_depend_on_number_of_processes(tmp_path):
+    length = expert_run(tmp_path / "recipe").data.length
     recipe = toy_run(
         EXPERTS,
         tmp_path / "recipe",
@@ -179,7 +179,7 @@ def test_a_run_however_it_is_divided_among_processes(tmp_path):
         assert values == pytest.approx(results[0][0], abs=1e-5) and spread == results[0][1]
 
 
-def test_a_rate_without_biases_is_refused(tmp_path):
+def test_bias_rate_for_model_without_expert_biases_is_refused(tmp_path):
     for name in (KNOCKING, "papers/kha_moe_a0.8b_6.6b"):
         changes = ["train.expert_bias_rate=0.01"] + ["model.config.expert_bias=false"] * (name != KNOCKING)
         with pytest.raises(RecipeError, match=NONE):
@@ -193,7 +193,7 @@ def test_a_rate_without_biases_is_refused(tmp_path):
     assert not Path(recipe.output).exists()
 
 
-def test_a_rate_for_the_biases_of_another_model_is_refused():
+def test_bias_rate_for_deepseek_v3_is_refused():
     """DeepSeek-V3 has expert biases, but they are not updated."""
     config = SimpleNamespace(model_type="crosshead_deepseek_v3")
     with pytest.raises(RecipeError, match=r"expert_bias_rate=0\.01.*Qwen3-MoE") as caught:
@@ -201,7 +201,7 @@ def test_a_rate_for_the_biases_of_another_model_is_refused():
     assert "no biases" not in str(caught.value)
 
 
-def test_other_refusals():
+def test_bias_rate_with_lora_and_bias_rate_zero_are_refused():
     lora = ["train.expert_bias_rate=0.01", "train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
     with pytest.raises(RecipeError, match=re.escape("trainable='mixers+lora'")):
         load_recipe(EXPERTS, lora)
@@ -209,19 +209,19 @@ def test_other_refusals():
         load_recipe(EXPERTS, ["train.expert_bias_rate=0"])
 
 
-def test_what_is_expected_of_a_model_that_is_continued():
-    without, biased = mixed_model("Qwen3Moe", {}).config, model_of().config
+def test_stored_expert_bias_must_match_model_config():
+    without, biased = mixed_model("Qwen3Moe", {}).config, moe_model().config
     for stored, expected in ((without, biased), (biased, without)):
         with pytest.raises(RecipeError, match=r"model\.path.*expert_bias"):
             check_expected(stored, expected)
         check_expected(stored, stored)
 
 
-def test_sharded_as_every_process_has_read_it():
+def test_fsdp_loads_expert_biases_in_every_process():
     def accelerator():
         return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=True)))
 
-    config, sharded = model_of().config, accelerator()
+    config, sharded = moe_model().config, accelerator()
     load_biases_everywhere(sharded, config, None)
     assert not sharded.state.fsdp_plugin.cpu_ram_efficient_loading
     with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading"):

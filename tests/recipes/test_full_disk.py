@@ -33,7 +33,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def fill(disk, left):
+def fill_disk(disk, left):
     """Fill a disk up to `left` free bytes."""
     with (disk / "filler").open("wb") as file:
         file.write(bytes(max(0, shutil.disk_usage(disk).free - left)))
@@ -41,33 +41,33 @@ def fill(disk, left):
         os.fsync(file.fileno())
 
 
-def filling(disk, left, step):
+def fill_after_step(disk, left, step):
     """Return a progress callback that fills the disk after a step."""
 
     def show(stage, done, total, message=""):
         if stage == "training" and done == step and not (disk / "filler").exists():
-            fill(disk, left)
+            fill_disk(disk, left)
 
     return show
 
 
-def run_on(disk, name, tmp_path):
+def recipes_on_disk(disk, name, tmp_path):
     recipe = toy_run(name, tmp_path / "toy", steps=5)
     return recipe, replace(recipe, output=str(disk / "run"))
 
 
-def content(folder):
+def file_contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(recipe, words, progress=module.silent):
+def assert_training_refused(recipe, words, progress=module.silent):
     with pytest.raises(RecipeError, match=words) as caught:
         train(recipe, progress)
     message = str(caught.value)
     assert "\n" not in message and recipe.output in message
 
 
-def assert_goes_on(recipe, whole, disk):
+def assert_run_resumes(recipe, whole, disk):
     (disk / "filler").unlink()
     train(recipe)
     train(whole)
@@ -77,53 +77,55 @@ def assert_goes_on(recipe, whole, disk):
 
 
 @pytest.mark.parametrize("case", first([(20_000, KNOCKING), (150_000, KNOCKING), (300_000, LORA)]))
-def test_no_room_for_a_checkpoint(case, small_disk, tmp_path):
+def test_full_disk_during_checkpoint(case, small_disk, tmp_path):
     left, name = case
-    whole, recipe = run_on(small_disk, name, tmp_path)
+    whole, recipe = recipes_on_disk(small_disk, name, tmp_path)
     words = r"step 4.*0\.000 GB"
-    refused(recipe, words, filling(small_disk, left, 3))
+    assert_training_refused(recipe, words, fill_after_step(small_disk, left, 3))
     checkpoint = Path(recipe.output, "checkpoint-2")
     assert checkpoint.is_dir() and not list(Path(recipe.output).glob(".partial/*"))
-    before = content(checkpoint)
-    refused(recipe, r"(step 4|metrics\.jsonl).*resumes from checkpoint-2, ")
-    assert content(checkpoint) == before
-    assert_goes_on(recipe, whole, small_disk)
+    before = file_contents(checkpoint)
+    assert_training_refused(recipe, r"(step 4|metrics\.jsonl).*resumes from checkpoint-2, ")
+    assert file_contents(checkpoint) == before
+    assert_run_resumes(recipe, whole, small_disk)
 
 
-def test_no_room_for_metrics(small_disk, tmp_path):
+def test_full_disk_during_metrics(small_disk, tmp_path):
     whole = toy_run(KNOCKING, tmp_path / "toy", steps=12, checkpoints={"every": 20})
     recipe = replace(whole, output=str(small_disk / "run"))
-    refused(
-        recipe, r"metrics\.jsonl.*No space left on device; the same command starts again$", filling(small_disk, 0, 1)
+    assert_training_refused(
+        recipe,
+        r"metrics\.jsonl.*No space left on device; the same command starts again$",
+        fill_after_step(small_disk, 0, 1),
     )
-    assert_goes_on(recipe, whole, small_disk)
+    assert_run_resumes(recipe, whole, small_disk)
 
 
-def test_no_room_for_the_result(small_disk, tmp_path, monkeypatch):
-    whole, recipe = run_on(small_disk, KNOCKING, tmp_path)
+def test_full_disk_while_saving_result(small_disk, tmp_path, monkeypatch):
+    whole, recipe = recipes_on_disk(small_disk, KNOCKING, tmp_path)
     finish = module._save
 
     def full(*arguments):
-        fill(small_disk, 100_000)
+        fill_disk(small_disk, 100_000)
         finish(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "_save", full)
-        refused(recipe, "model")
+        assert_training_refused(recipe, "model")
     assert not Path(recipe.output, "model").exists()
-    assert_goes_on(recipe, whole, small_disk)
+    assert_run_resumes(recipe, whole, small_disk)
 
 
-def test_no_room_at_all(small_disk, tmp_path):
-    _, recipe = run_on(small_disk, KNOCKING, tmp_path)
-    fill(small_disk, 0)
+def test_full_disk_before_start(small_disk, tmp_path):
+    _, recipe = recipes_on_disk(small_disk, KNOCKING, tmp_path)
+    fill_disk(small_disk, 0)
     with pytest.raises(RecipeError, match=r"output=.*No space left on device") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [".lock", "run.partial"])
-def test_no_room_for_the_first_file(name, tmp_path, monkeypatch):
+def test_full_disk_for_lock_or_run_file_leaves_output_as_it_was(name, tmp_path, monkeypatch):
     opened, recipe = Path.open, toy_run(KNOCKING, tmp_path / "toy")
 
     def full(path, *arguments, **options):
@@ -133,33 +135,33 @@ def test_no_room_for_the_first_file(name, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
-        refused(recipe, r"output=.*No space left on device")
+        assert_training_refused(recipe, r"output=.*No space left on device")
         assert not Path(recipe.output).exists()
         Path(recipe.output).mkdir()
-        refused(recipe, r"output=.*No space left on device")
+        assert_training_refused(recipe, r"output=.*No space left on device")
         assert Path(recipe.output).is_dir()
 
 
 @pytest.mark.parametrize("left", [0, 4096, 50_000])
-def test_no_room_for_a_toy(left, small_disk):
-    fill(small_disk, left)
+def test_full_disk_while_writing_toy(left, small_disk):
+    fill_disk(small_disk, left)
     with pytest.raises(RecipeError, match=r"^--toy=.*No space left on device") as caught:
         toy_in_own_folder(load_recipe(KNOCKING), small_disk / "toy")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("left", [0, 100_000])
-def test_no_room_for_a_teachers_logits(left, small_disk, tmp_path):
+def test_full_disk_while_saving_teacher_logits(left, small_disk, tmp_path):
     recipe = toy_run(MIXTURE, tmp_path / "toy")
-    fill(small_disk, left)
+    fill_disk(small_disk, left)
     with pytest.raises(RecipeError, match=r"logits.*No space left") as caught:
         save_teacher(recipe, small_disk / "logits")
     assert "\n" not in str(caught.value)
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
-def test_a_disk_that_may_not_be_written(small_disk, tmp_path):
-    _, recipe = run_on(small_disk, KNOCKING, tmp_path)
+def test_read_only_disk_is_refused(small_disk, tmp_path):
+    _, recipe = recipes_on_disk(small_disk, KNOCKING, tmp_path)
     if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be made read-only here")
     with pytest.raises(RecipeError, match=r"output=.*Read-only file system"):

@@ -27,7 +27,7 @@ def recipe_file(tmp_path):
     return path
 
 
-def test_a_push_that_fails_is_made_good_by_the_same_command(recipe_file, tmp_path, monkeypatch, capfd):
+def test_failed_push_is_repeated_by_same_command(recipe_file, tmp_path, monkeypatch, capfd):
     model = tmp_path / "run" / "model"
     refusing = Repository({}, private=True, refused="commit")
     with own_hub(monkeypatch, TOKEN) as hub:

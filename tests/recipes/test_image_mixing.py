@@ -25,7 +25,7 @@ def batch_of(first: int, count: int, size: tuple[int, int] = (6, 9), seed: int =
     ]
 
 
-def targets(batch, count: int, smoothing: float) -> list[list[float]]:
+def soft_targets(batch, count: int, smoothing: float) -> list[list[float]]:
     """Return target probabilities (rows, classes): the shares of both images' classes, then smoothed."""
     rows = []
     for row in range(count):
@@ -38,11 +38,11 @@ def targets(batch, count: int, smoothing: float) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_the_cross_entropy_with_the_soft_target(smoothing):
+def test_loss_is_cross_entropy_with_soft_targets(smoothing):
     batch = MixImages(mixup=0.8, cutmix=1.0)(batch_of(0, 6))
     logits = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = []
-    for row, target in zip(logits.tolist(), targets(batch, 6, smoothing), strict=True):
+    for row, target in zip(logits.tolist(), soft_targets(batch, 6, smoothing), strict=True):
         total = math.log(sum(map(math.exp, row)))
         expected.append(-sum(share * (logit - total) for share, logit in zip(target, row, strict=True)))
         assert sum(target) == pytest.approx(1)
@@ -52,7 +52,7 @@ def test_the_loss_is_the_cross_entropy_with_the_soft_target(smoothing):
     assert set(unmixed["shares"].tolist()) == {1.0} and torch.equal(unmixed["other_labels"], unmixed["labels"])
 
 
-def test_mixup_is_the_mean_of_both_images_of_a_pair():
+def test_mixup_is_weighted_mean_of_image_pair():
     samples = batch_of(0, 40)
     batch = MixImages(mixup=0.8, cutmix=0.0)(samples)
     for row in range(40):
@@ -65,7 +65,7 @@ def test_mixup_is_the_mean_of_both_images_of_a_pair():
     assert MIXING not in batch
 
 
-def test_cutmix_takes_a_box_from_the_other_image_and_its_share_from_the_area():
+def test_cutmix_pastes_a_box_with_share_from_its_area():
     samples = batch_of(0, 40)
     batch = MixImages(mixup=0.0, cutmix=1.0)(samples)
     for row in range(40):
@@ -80,7 +80,7 @@ def test_cutmix_takes_a_box_from_the_other_image_and_its_share_from_the_area():
     assert 0.4 < float(batch["shares"].mean()) < 0.9
 
 
-def test_shares_are_of_the_beta_distribution():
+def test_mixup_shares_follow_beta_distribution():
     """Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))."""
     mix = MixImages(mixup=0.8, cutmix=0.0)
     shares = torch.cat([mix(batch_of(first, 400, (1, 1)))["shares"] for first in range(0, 2000, 400)])[::2]
@@ -88,7 +88,7 @@ def test_shares_are_of_the_beta_distribution():
     assert float(shares.var()) == pytest.approx(1 / (4 * 2.6), rel=0.1)
 
 
-def test_a_step_does_not_depend_on_how_it_is_divided():
+def test_mixing_does_not_depend_on_micro_batches():
     mix = MixImages(mixup=0.8, cutmix=1.0)
     whole = mix(batch_of(8, 8))
     halves = [mix(batch_of(8, 8)[:4]), mix(batch_of(8, 8)[4:])]
@@ -98,14 +98,14 @@ def test_a_step_does_not_depend_on_how_it_is_divided():
     assert not torch.equal(whole["shares"], other_seed["shares"])
 
 
-def test_evaluation_is_not_mixed():
+def test_evaluation_samples_are_not_mixed():
     samples = [{name: value for name, value in sample.items() if name != MIXING} for sample in batch_of(0, 3)]
     batch = MixImages(mixup=0.8, cutmix=1.0)(samples)
     assert set(batch) == {"pixel_values", "labels"}
     assert torch.equal(batch["pixel_values"][2], samples[2]["pixel_values"])
 
 
-def test_crops_have_the_area_and_ratio_that_are_allowed():
+def test_crop_boxes_keep_area_and_ratio_bounds():
     areas, lefts = [], set()
     for seed in range(300):
         left, top, right, bottom = crop_box(400, 300, 0.08, np.random.default_rng(seed))
@@ -117,7 +117,7 @@ def test_crops_have_the_area_and_ratio_that_are_allowed():
     assert min(areas) < 0.15 and max(areas) > 0.85 and len(lefts) > 100
 
 
-def test_an_image_that_no_crop_fits_is_cropped_in_the_middle():
+def test_image_too_narrow_for_crops_is_center_cropped():
     assert crop_box(1000, 30, 0.9, np.random.default_rng(0)) == (480, 0, 520, 30)
     assert crop_box(30, 1000, 0.9, np.random.default_rng(0)) == (0, 480, 30, 520)
     assert crop_box(32, 32, 1.0, np.random.default_rng(0)) == (0, 0, 32, 32)
@@ -131,7 +131,7 @@ def image_of(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operations_keep_size_and_channels_and_change_more_when_stronger(operation, mode):
+def test_operations_keep_size_and_mode_and_depend_on_strength(operation, mode):
     image = image_of(mode)
     strong = changed(image, operation, 0.9, np.random.default_rng(0))
     assert strong.size == image.size and strong.mode == mode
@@ -145,7 +145,7 @@ def test_operations_keep_size_and_channels_and_change_more_when_stronger(operati
         assert difference.max() <= (1 if operation != "solarize" else 0)
 
 
-def test_operations_are_those_that_their_names_say():
+def test_solarize_posterize_brightness_and_translate_results():
     image = image_of("L")
     pixels = np.asarray(image).astype(int)
     solarized = np.asarray(changed(image, "solarize", 0.5, np.random.default_rng(0)))
@@ -157,7 +157,7 @@ def test_operations_are_those_that_their_names_say():
     assert moved == {True, False}  # up, and down below an empty edge
 
 
-def test_erasing_replaces_one_box_by_noise():
+def test_random_erasing_replaces_one_box_by_noise():
     augmentation = Augmentation((32, 48), 1.0, flip=False, operations=0, magnitude=9, erasing=1.0)
     pixels = torch.full((3, 32, 48), 7.0)
     shares = []

@@ -31,14 +31,14 @@ CLASSES = ["0_degrees", "135_degrees", "45_degrees", "90_degrees"]
 NO_DROP_PATH = "model.config.drop_path_rate=0"
 
 
-def run(name: str, folder: Path, steps: int = 4, overrides: tuple[str, ...] = (), **train_changes):
+def toy_recipe(name: str, folder: Path, steps: int = 4, overrides: tuple[str, ...] = (), **train_changes):
     """Return a shipped recipe at toy size; `overrides` are applied before it is made small."""
     recipe = toy(load_recipe(name, overrides), folder)
     settings = {"samples": steps * recipe.per_step} | train_changes
     return replace(recipe, train=replace(recipe.train, **settings), checkpoints=replace(recipe.checkpoints, every=2))
 
 
-def opened(recipe):
+def objective_model_and_data(recipe):
     """Return the objective, the model at the start of a run, and the data."""
     objective = objective_of(recipe)
     inputs = objective.load_processor()
@@ -47,14 +47,14 @@ def opened(recipe):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """Recipe and outcome of a run from scratch with drop path and every augmentation."""
-    recipe = run(TRANSNEXT, tmp_path_factory.mktemp("whole"))
+    recipe = toy_recipe(TRANSNEXT, tmp_path_factory.mktemp("whole"))
     return recipe, train(recipe)
 
 
-def test_a_run_that_is_killed_ends_as_one_that_is_not(finished, tmp_path):
-    whole, again = finished[0], run(TRANSNEXT, tmp_path)
+def test_resumed_run_has_same_losses_weights_and_scores(finished_run, tmp_path):
+    whole, again = finished_run[0], toy_recipe(TRANSNEXT, tmp_path)
     resumed(again, 1, 3)
     assert len(losses(whole)) == 4 and losses(again) == losses(whole)
     expected, result = weights(whole), weights(again)
@@ -63,8 +63,8 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(finished, tmp_path):
     assert scores[0] == scores[1]
 
 
-def test_the_result_loads_with_its_image_processor_and_the_names_of_the_classes(finished):
-    recipe, outcome = finished
+def test_result_loads_with_image_processor_and_class_names(finished_run):
+    recipe, outcome = finished_run
     model = AutoModelForImageClassification.from_pretrained(outcome.model).eval()
     assert type(model).__name__ == "CrossheadTransNextForImageClassification"
     assert [model.config.id2label[number] for number in range(4)] == CLASSES
@@ -78,11 +78,11 @@ def test_the_result_loads_with_its_image_processor_and_the_names_of_the_classes(
 
 
 @torch.no_grad()
-def test_scores_are_those_of_held_out_images_as_the_image_processor_prepares_them(finished):
-    recipe, outcome = finished
+def test_eval_scores_equal_saved_model_on_held_out_images(finished_run):
+    recipe, outcome = finished_run
     model = AutoModelForImageClassification.from_pretrained(outcome.model).eval()
     processor = AutoImageProcessor.from_pretrained(outcome.model)
-    (held_out,) = opened(recipe)[2].evaluation._samples.datasets
+    (held_out,) = objective_model_and_data(recipe)[2].evaluation._samples.datasets
     total, right = 0.0, 0
     for index in held_out.indices:
         path = Path(held_out.source.place(index))
@@ -95,9 +95,9 @@ def test_scores_are_those_of_held_out_images_as_the_image_processor_prepares_the
     assert outcome.metrics["eval_accuracy"] == pytest.approx(right / len(held_out))
 
 
-def test_the_first_loss_is_that_of_the_soft_targets_and_the_balance_loss_of_each_image(tmp_path):
-    recipe = run(TRANSNEXT, tmp_path, steps=2, overrides=(NO_DROP_PATH,))
-    objective, model, data = opened(recipe)
+def test_first_loss_is_soft_target_loss_plus_balance_loss(tmp_path):
+    recipe = toy_recipe(TRANSNEXT, tmp_path, steps=2, overrides=(NO_DROP_PATH,))
+    objective, model, data = objective_model_and_data(recipe)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     batch = objective.collator([samples[number] for number in range(recipe.batch_size)])
     expected = 0.0
@@ -113,29 +113,31 @@ def test_the_first_loss_is_that_of_the_soft_targets_and_the_balance_loss_of_each
     assert losses(recipe)[0] == pytest.approx(expected / recipe.batch_size, rel=1e-4)
 
 
-def test_a_step_is_the_same_however_it_is_divided(tmp_path):
-    whole, divided = (run(VIT, tmp_path / str(size), steps=2, micro_batch=size) for size in (4, 2))
+def test_losses_do_not_depend_on_micro_batch_size(tmp_path):
+    whole, divided = (toy_recipe(VIT, tmp_path / str(size), steps=2, micro_batch=size) for size in (4, 2))
     for recipe in (whole, divided):
         train(recipe)
     assert losses(divided) == pytest.approx(losses(whole), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_other_processes_prepare_the_same_samples(tmp_path):
-    alone, helped = (run(VIT, tmp_path / str(count), steps=2) for count in (0, 2))
+def test_losses_do_not_depend_on_data_workers(tmp_path):
+    alone, helped = (toy_recipe(VIT, tmp_path / str(count), steps=2) for count in (0, 2))
     for recipe in (alone, replace(helped, data=replace(helped.data, workers=2))):
         train(recipe)
     assert losses(helped) == losses(alone)
 
 
 @pytest.mark.slow
-def test_a_classifier_learns(tmp_path):
+def test_image_classifier_learns_toy_images(tmp_path):
     changes = ("objective={name: classes, crop: 0.5, flip: false}", "train.learning_rate=2e-3")
-    outcome = train(run(VIT, tmp_path, steps=150, overrides=changes, micro_batch=4))
+    outcome = train(toy_recipe(VIT, tmp_path, steps=150, overrides=changes, micro_batch=4))
     assert outcome.metrics["eval_accuracy"] > 0.9 and outcome.metrics["eval_loss"] < 0.3
 
 
-def continued(tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes) -> Path:
+def write_continuation_recipe(
+    tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes
+) -> Path:
     """Write the recipe of a run that continues a model with three classes on data with four; return its path."""
     write_image_model(tmp_path / "model", task=task, **changes)
     write_toy_images(tmp_path / "images")
@@ -151,16 +153,18 @@ def continued(tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = N
     return path
 
 
-def test_a_model_that_is_continued_gets_the_names_of_the_classes(tmp_path):
-    outcome = train(load_recipe(continued(tmp_path, num_labels=4)))
+def test_continued_model_gets_class_names_of_data(tmp_path):
+    outcome = train(load_recipe(write_continuation_recipe(tmp_path, num_labels=4)))
     model = AutoModelForImageClassification.from_pretrained(outcome.model)
     assert list(model.config.id2label.values()) == CLASSES
 
 
 @pytest.mark.parametrize("names", [CLASSES[::-1], ["a", "b", "c", "d"]])
-def test_classes_that_a_model_knows_keep_their_numbers(names, tmp_path):
+def test_continued_model_keeps_numbers_of_known_classes(names, tmp_path):
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    _, model, data = opened(load_recipe(continued(tmp_path, num_labels=4, **classes)))
+    _, model, data = objective_model_and_data(
+        load_recipe(write_continuation_recipe(tmp_path, num_labels=4, **classes))
+    )
     known = names if set(names) == set(CLASSES) else CLASSES
     assert [model.config.id2label[number] for number in range(4)] == known
     source = data.sources[0].source
@@ -169,17 +173,17 @@ def test_classes_that_a_model_knows_keep_their_numbers(names, tmp_path):
     }
 
 
-def test_folders_that_are_called_by_the_numbers_of_classes():
+def test_folders_named_by_class_numbers_get_class_names():
     numbers, names = sorted(map(str, range(11))), [f"name {number}" for number in range(11)]
     source = SimpleNamespace(classes=tuple(numbers), labels=list(range(11)))
     keep_numbers(ImageInputs(None, 3, (source,), ()), names)
     assert source.labels == [int(number) for number in numbers] and source.classes == tuple(names)
 
 
-def test_another_number_of_classes_is_refused(tmp_path):
+def test_mismatched_number_of_classes_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"num_labels=3\b.*\b4\b"):
-        train(load_recipe(continued(tmp_path)))
-    scratch = run(VIT, tmp_path / "scratch")
+        train(load_recipe(write_continuation_recipe(tmp_path)))
+    scratch = toy_recipe(VIT, tmp_path / "scratch")
     config = scratch.model.config | {"num_labels": 5}
     with pytest.raises(RecipeError, match=r"model\.config\b.*num_labels=5\b.*\b4\b"):
         train(replace(scratch, model=replace(scratch.model, config=config, path=None)))
@@ -192,21 +196,21 @@ def test_another_number_of_classes_is_refused(tmp_path):
     [(CLASSIFIER, 3), (CLASSIFIER, 4), ("Model", 3)],
     ids=["other number of classes", "other classes", "none"],
 )
-def test_a_new_classifier_replaces_any_other(task, number, tmp_path):
-    recipe = load_recipe(continued(tmp_path, task, {"new_classifier": True}, num_labels=number))
-    _, model, _ = opened(recipe)
+def test_new_classifier_replaces_stored_one_and_keeps_backbone(task, number, tmp_path):
+    recipe = load_recipe(write_continuation_recipe(tmp_path, task, {"new_classifier": True}, num_labels=number))
+    _, model, _ = objective_model_and_data(recipe)
     source = AutoModel.from_pretrained(tmp_path / "model", add_pooling_layer=False)
     for name, part in source.named_parameters():
         assert torch.equal(part, model.vit.get_parameter(name)), name
-    assert torch.equal(model.classifier.weight, opened(recipe)[1].classifier.weight)  # from the seed
+    assert torch.equal(model.classifier.weight, objective_model_and_data(recipe)[1].classifier.weight)  # from the seed
     assert model.classifier.bias.eq(0).all() and 0 < model.classifier.weight.std() < 0.05
     finished = AutoModelForImageClassification.from_pretrained(train(recipe).model)
     assert list(finished.config.id2label.values()) == CLASSES
     assert finished.classifier.weight.shape == (4, source.config.hidden_size)
 
 
-def test_a_dry_run_counts_the_new_classifier(tmp_path):
-    recipe = run(VIT, tmp_path, overrides=("objective.new_classifier=true",))
+def test_dry_run_counts_new_classifier(tmp_path):
+    recipe = toy_recipe(VIT, tmp_path, overrides=("objective.new_classifier=true",))
     reports = []
     for number in (4, 7):
         config = recipe.model.config | {"num_labels": number}
@@ -214,25 +218,25 @@ def test_a_dry_run_counts_the_new_classifier(tmp_path):
     assert reports[1]["parameters"] - reports[0]["parameters"] == 3 * (recipe.model.config["hidden_size"] + 1)
 
 
-def test_a_dry_run_counts_the_classes_of_the_data_where_the_model_has_others(tmp_path):
-    recipe = load_recipe(continued(tmp_path, CLASSIFIER, {"new_classifier": True}, num_labels=7))
+def test_dry_run_counts_classes_of_data_for_new_classifier(tmp_path):
+    recipe = load_recipe(write_continuation_recipe(tmp_path, CLASSIFIER, {"new_classifier": True}, num_labels=7))
     report = dry_run(recipe, ONE_GPU)
     assert report["classes"] == len(CLASSES)
-    assert report["parameters"] == sum(part.numel() for part in opened(recipe)[1].parameters())
+    assert report["parameters"] == sum(part.numel() for part in objective_model_and_data(recipe)[1].parameters())
 
 
-def test_a_new_classifier_has_no_effect_from_scratch(tmp_path):
+def test_new_classifier_from_scratch_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"new_classifier=true"):
         load_recipe(VIT, ("model.path=null", "objective={name: classes, new_classifier: true}"))
 
 
-def test_a_model_without_classifier_is_refused(tmp_path):
+def test_model_without_classifier_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"model\.path=.*\b2\b.*classifier"):
-        train(load_recipe(continued(tmp_path, "Model", num_labels=4)))
+        train(load_recipe(write_continuation_recipe(tmp_path, "Model", num_labels=4)))
 
 
-def test_an_image_processor_of_another_model_is_refused(tmp_path):
-    recipe = load_recipe(continued(tmp_path, num_labels=4))
+def test_mismatched_or_broken_image_processor_is_refused(tmp_path):
+    recipe = load_recipe(write_continuation_recipe(tmp_path, num_labels=4))
     path = tmp_path / "model" / "preprocessor_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))
@@ -243,8 +247,8 @@ def test_an_image_processor_of_another_model_is_refused(tmp_path):
         train(recipe)
 
 
-def test_the_shape_is_checked_for_the_channels_too(tmp_path):
-    recipe = run(VIT, tmp_path)
+def test_mismatched_image_channels_are_refused(tmp_path):
+    recipe = toy_recipe(VIT, tmp_path)
     inputs = objective_of(recipe).load_processor()
     with pytest.raises(RecipeError, match=r"\[3, 64, 64\].*\[1, 64, 64\]"):
         check_shape(inputs, (1, 64, 64), "here")
@@ -265,13 +269,13 @@ def test_the_shape_is_checked_for_the_channels_too(tmp_path):
         ("model.config.model_type=crosshead_llama", "cannot train a model of model_type='crosshead_llama'"),
     ],
 )
-def test_recipes_that_cannot_train_are_refused(change, words):
+def test_invalid_image_recipes_are_refused(change, words):
     with pytest.raises(RecipeError, match=words):
         load_recipe(TRANSNEXT, [change])
 
 
-def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
-    recipe = run(VIT, tmp_path, overrides=("model.config.mixers={}", "model.path="))
+def test_dry_run_counts_flops_and_memory_of_vit(tmp_path):
+    recipe = toy_recipe(VIT, tmp_path, overrides=("model.config.mixers={}", "model.path="))
     report = dry_run(recipe, ONE_GPU)
     patches, width, inner, layers = 16, 48, 64, 4
     tokens = patches + 1
@@ -284,15 +288,15 @@ def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
     assert 0 < sharded["weights"] < report["memory_per_gpu"]["weights"]
 
 
-def test_the_dry_run_counts_the_classes_of_the_data(tmp_path):
-    recipe = run(VIT, tmp_path, overrides=("model.path=",))
+def test_dry_run_takes_missing_num_labels_from_data(tmp_path):
+    recipe = toy_recipe(VIT, tmp_path, overrides=("model.path=",))
     config = {name: value for name, value in recipe.model.config.items() if name != "num_labels"}
     report = dry_run(replace(recipe, model=replace(recipe.model, config=config)), ONE_GPU)
     assert report["classes"] == len(CLASSES) == 4
     assert report["parameters"] == dry_run(recipe, ONE_GPU)["parameters"]
 
 
-def test_text_objectives_refuse_images():
+def test_next_token_objective_and_text_columns_refuse_images():
     with pytest.raises(RecipeError, match=r"kind='images'.*next_token"):
         load_recipe("small/smollm2_mixture", ["data.sources=[{path: here, kind: images}]"])
     with pytest.raises(RecipeError, match="column='image'"):

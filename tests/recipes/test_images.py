@@ -45,12 +45,12 @@ def options_of(tmp_path: Path, **changes):
     return replace(DataOptions(sources, cache=str(tmp_path / "cache")), **changes)
 
 
-def find(options, channels=3, columns=COLUMNS):
+def find_image_inputs(options, channels=3, columns=COLUMNS):
     return find_images(options, columns, image_processor(8, channels), channels)
 
 
-def opened(options, channels=3, columns=COLUMNS, augmentation=PLAIN):
-    return open_images(options, find(options, channels, columns), augmentation)
+def open_image_data(options, channels=3, columns=COLUMNS, augmentation=PLAIN):
+    return open_images(options, find_image_inputs(options, channels, columns), augmentation)
 
 
 @pytest.fixture
@@ -59,22 +59,22 @@ def options(tmp_path):
     return options_of(tmp_path)
 
 
-def test_folders_are_classes_in_the_order_of_their_names(options, tmp_path):
+def test_folders_are_classes_in_sorted_order(options, tmp_path):
     nested = tmp_path / "data" / "bee" / "more"
     nested.mkdir()
     picture(99).save(nested / "last.JPEG")
     (tmp_path / "data" / "ant" / "notes.txt").write_text("no image")
     (tmp_path / "data" / ".hidden").mkdir()
-    assert find(options).classes == ("ant", "bee", "cat")
-    (images,) = opened(options).sources
+    assert find_image_inputs(options).classes == ("ant", "bee", "cat")
+    (images,) = open_image_data(options).sources
     assert Counter(images.source.labels) == {0: 7, 1: 9, 2: 9} and images.indices == list(range(25))
     assert images.source.place(15) == str(nested / "last.JPEG") and images[15]["labels"] == 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_held_out_images_are_prepared_as_the_image_processor_does(options, channels):
+def test_held_out_images_match_image_processor(options, channels):
     """Bicubic resampling, a central crop of 7/8 of the shorter side, and pixel values from -1 to 1."""
-    data = opened(replace(options, evaluation=options.sources), channels)
+    data = open_image_data(replace(options, evaluation=options.sources), channels)
     sample = data.evaluation[0]
     image = Image.open(data.sources[0].source.place(0)).convert("L" if channels == 1 else "RGB")
     wide = image.resize((15, 9), Image.Resampling.BICUBIC)  # 9 is 8 / (7/8) rounded down
@@ -84,62 +84,64 @@ def test_held_out_images_are_prepared_as_the_image_processor_does(options, chann
     assert int(sample["labels"]) == 0 and len(data.evaluation) == 24
 
 
-def test_each_image_comes_once_an_epoch_and_the_same_seed_gives_the_same_samples(options):
-    samples = opened(options, augmentation=FULL).samples(60, seed=1)
+def test_epochs_cover_each_image_once_and_samples_follow_seed(options):
+    samples = open_image_data(options, augmentation=FULL).samples(60, seed=1)
     assert Counter(int(samples[number]["labels"]) for number in range(24)) == {0: 7, 1: 8, 2: 9}
     first = [samples[number]["pixel_values"] for number in range(48)]
     random.seed(0)
     torch.manual_seed(0)
     np.random.seed(0)
     state = (random.getstate(), torch.get_rng_state())
-    again = opened(options, augmentation=FULL).samples(60, seed=1)
+    again = open_image_data(options, augmentation=FULL).samples(60, seed=1)
     for number in (47, 3, 0):
         assert torch.equal(again[number]["pixel_values"], first[number])
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
-    assert not torch.equal(opened(options, augmentation=FULL).samples(60, seed=2)[0]["pixel_values"], first[0])
-    plain = opened(options).samples(48, seed=1)
+    assert not torch.equal(
+        open_image_data(options, augmentation=FULL).samples(60, seed=2)[0]["pixel_values"], first[0]
+    )
+    plain = open_image_data(options).samples(48, seed=1)
     repeat = next(n for n in range(24, 48) if torch.equal(plain[n]["pixel_values"], plain[0]["pixel_values"]))
     assert not torch.equal(first[repeat], first[0])  # the same image with another augmentation in the next epoch
     with pytest.raises(IndexError):
         samples[60]
 
 
-def test_the_held_out_share_is_chosen_by_content(options, tmp_path):
+def test_held_out_images_are_chosen_by_content(options, tmp_path):
     def paths(parts):
         return {images.source.place(index) for images in parts for index in images.indices}
 
     def held(data):
         return paths(data.evaluation._samples.datasets)
 
-    before = opened(replace(options, held_out=0.3))
+    before = open_image_data(replace(options, held_out=0.3))
     held_out = held(before)
     assert 2 <= len(held_out) <= 14 and not held_out & paths(before.sources)
     assert len(held_out | paths(before.sources)) == 24
     copied = Path(sorted(held_out)[0])
     (tmp_path / "data" / "cat" / "copy.png").write_bytes(copied.read_bytes())
     picture(77).save(tmp_path / "data" / "ant" / "00a.png")
-    after = opened(replace(options, held_out=0.3))
+    after = open_image_data(replace(options, held_out=0.3))
     new = {str(tmp_path / "data" / "cat" / "copy.png"), str(tmp_path / "data" / "ant" / "00a.png")}
     assert held(after) - new == held_out
     assert str(tmp_path / "data" / "cat" / "copy.png") in held(after)
     assert after.fingerprint != before.fingerprint
 
 
-def test_images_are_read_once_until_a_file_changes(options, tmp_path, monkeypatch):
-    first = opened(options)
+def test_image_digests_are_cached_until_a_file_changes(options, tmp_path, monkeypatch):
+    first = open_image_data(options)
     digests = []
     digest = image_sources._digest
     monkeypatch.setattr(image_sources, "_digest", lambda *arguments: digests.append(arguments) or digest(*arguments))
-    assert opened(options).fingerprint == first.fingerprint and not digests
+    assert open_image_data(options).fingerprint == first.fingerprint and not digests
     picture(98).save(tmp_path / "data" / "bee" / "00.png")
-    assert opened(options).fingerprint != first.fingerprint and len(digests) == 24
+    assert open_image_data(options).fingerprint != first.fingerprint and len(digests) == 24
 
 
 def test_toy_images_differ_between_classes(tmp_path):
     write_toy_images(tmp_path / "data")
     options = options_of(tmp_path)
-    assert find(options).classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
-    (images,) = opened(options, channels=1).sources
+    assert find_image_inputs(options).classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
+    (images,) = open_image_data(options, channels=1).sources
     changes = []  # class and ratio of changes between neighbouring pixels; upright stripes change along rows
     for index in range(len(images)):
         pixels = np.asarray(images[index]["image"]).astype(float)
@@ -159,73 +161,73 @@ def write_dataset(tmp_path: Path, **columns) -> DataOptions:
     return DataOptions((DataSource(str(tmp_path / "copy"), "hub"),), cache=str(tmp_path / "cache"))
 
 
-def test_datasets_have_the_classes_of_their_labels(tmp_path):
+def test_dataset_class_labels_give_classes(tmp_path):
     options = write_dataset(tmp_path)
-    (images,) = opened(options).sources
-    assert find(options).classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
+    (images,) = open_image_data(options).sources
+    assert find_image_inputs(options).classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
     assert images[3]["image"].tobytes() == picture(3).tobytes()
     assert images.source.place(3) == f"row 4 of the Hub dataset {tmp_path / 'copy'}"
 
 
-def test_labels_of_datasets_may_be_words(tmp_path):
+def test_dataset_labels_may_be_strings(tmp_path):
     options = write_dataset(tmp_path, kind=["b", "a", "b", "a", "c", "b"])
-    inputs = find(options, columns=("image", "kind"))
+    inputs = find_image_inputs(options, columns=("image", "kind"))
     assert inputs.classes == ("a", "b", "c") and inputs.sources[0].labels == [1, 0, 1, 0, 2, 1]
 
 
-def damaged(folder: Path) -> None:
+def truncate_image(folder: Path) -> None:
     path = folder / "ant" / "00.png"
     path.write_bytes(path.read_bytes()[:100])
 
 
-def empty_class(folder: Path) -> None:
+def add_empty_class(folder: Path) -> None:
     (folder / "dog").mkdir()
 
 
-def one_class(folder: Path) -> None:
+def merge_into_one_class(folder: Path) -> None:
     (folder / "ant").rename(folder / "cat" / "more")
     (folder / "bee").rename(folder / "cat" / "others")
 
 
-def no_classes(folder: Path) -> None:
+def remove_all_classes(folder: Path) -> None:
     folder.rename(folder.parent / "elsewhere")
     folder.mkdir()
 
 
-def no_folder(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     folder.rename(folder.parent / "elsewhere")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (damaged, "ant/00.png"),
-        (empty_class, "data/dog"),
-        (one_class, "data have 1 "),
-        (no_classes, "data have 0 "),
-        (no_folder, "data "),
+        (truncate_image, "ant/00.png"),
+        (add_empty_class, "data/dog"),
+        (merge_into_one_class, "data have 1 "),
+        (remove_all_classes, "data have 0 "),
+        (remove_folder, "data "),
     ],
 )
-def test_folders_that_cannot_be_used_are_errors_in_one_line(options, tmp_path, change, words):
+def test_unusable_image_folders_give_one_line_error(options, tmp_path, change, words):
     change(tmp_path / "data")
     with pytest.raises(RecipeError) as error:
-        opened(options)
+        open_image_data(options)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_sources_with_other_classes_are_refused(options, tmp_path):
+def test_sources_with_different_classes_are_refused(options, tmp_path):
     write_classes(tmp_path / "other", {"ant": 2, "bee": 2, "dog": 2})
     for section in ("sources", "evaluation"):
         changed = (*getattr(options, section), DataSource(str(tmp_path / "other"), "images"))
         with pytest.raises(RecipeError, match=r"other\b.*'dog'.*'cat'"):
-            opened(replace(options, **{section: changed}))
+            open_image_data(replace(options, **{section: changed}))
 
 
-def test_data_of_which_nothing_is_left_is_an_error(options):
+def test_empty_training_or_held_out_split_is_refused(options):
     with pytest.raises(RecipeError, match=r"data\.held_out=1e-09"):
-        opened(replace(options, held_out=1e-9))
+        open_image_data(replace(options, held_out=1e-9))
     with pytest.raises(RecipeError, match=options.sources[0].path):
-        opened(replace(options, held_out=1 - 1e-9))
+        open_image_data(replace(options, held_out=1 - 1e-9))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,6 @@ def test_data_of_which_nothing_is_left_is_an_error(options):
         (("image", "label"), {"image": [None, *map(picture, range(5))]}, "row 1 .*no image"),
     ],
 )
-def test_datasets_that_cannot_be_used_are_errors(tmp_path, columns, content, words):
+def test_unusable_image_datasets_are_refused(tmp_path, columns, content, words):
     with pytest.raises(RecipeError, match=words):
-        opened(write_dataset(tmp_path, **content), columns=columns)
+        open_image_data(write_dataset(tmp_path, **content), columns=columns)

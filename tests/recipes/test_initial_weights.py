@@ -14,8 +14,8 @@ from toy_training import KNOCKING, MIXTURE, toy_run, train
 
 
 @pytest.mark.parametrize(("name", "key"), [(KNOCKING, "model.path"), (MIXTURE, "distillation.teacher")])
-def test_a_run_is_that_of_its_weights(name, key, tmp_path):
-    """A run is not resumed if the weights of its model or teacher were replaced."""
+def test_resume_with_changed_initial_weights_is_refused(name, key, tmp_path):
+    """The weights are those of the model or of the teacher."""
     recipe = toy_run(name, tmp_path, steps=2)
     train(recipe)
     run = Path(recipe.output, "run.json")
@@ -29,5 +29,5 @@ def test_a_run_is_that_of_its_weights(name, key, tmp_path):
     assert train(recipe).model  # earlier versions did not record the weights
 
 
-def test_a_model_of_the_hub_is_its_commit():
+def test_identity_of_hub_model_is_its_commit_hash():
     assert weights_identity("OWNER/MODEL", SimpleNamespace(_commit_hash="a1b2")) == "a1b2"

@@ -33,14 +33,14 @@ def batch():
     return {"input_ids": ids, "labels": labels}
 
 
-def parts(count):
+def micro_batches(count):
     return [
         dict(zip(batch(), values, strict=True))
         for values in zip(*(x.split(count) for x in batch().values()), strict=True)
     ]
 
 
-def objective(mixers, **distillation):
+def loss_and_model(mixers, **distillation):
     model = mixed_model("Llama", mixers).train()
     options = Distillation(teacher="toy", **distillation) if distillation else None
     return TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), options, stock_model("Llama")), model
@@ -50,7 +50,7 @@ def cross_entropy(logits, labels):
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
-def balance(model, inputs):
+def expected_balance_loss(model, inputs):
     """Return the balance loss: each sequence's loss times its share of the predicted tokens of the step."""
     total = 0.0
     for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
@@ -61,39 +61,43 @@ def balance(model, inputs):
 
 
 @pytest.mark.parametrize("mixers", [CASES["knocking"], ROUTED])
-def test_the_next_token_and_the_balance_of_each_sequence(mixers):
-    loss_fn, model = objective(mixers)
+def test_loss_is_next_token_plus_balance_of_each_sequence(mixers):
+    loss_fn, model = loss_and_model(mixers)
     loss, outputs = loss_fn(model, batch(), ITEMS, 0)
     expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS
     if "mixture" in mixers:
-        expected = expected + balance(model, batch())
+        expected = expected + expected_balance_loss(model, batch())
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_teacher_takes_its_weight_from_the_next_token():
-    loss_fn, model = objective(ROUTED, weight=0.3, temperature=2.0)
+def test_distillation_weight_splits_next_token_and_divergence():
+    loss_fn, model = loss_and_model(ROUTED, weight=0.3, temperature=2.0)
     loss, outputs = loss_fn(model, batch(), ITEMS, 0)
     labels, teacher = batch()["labels"], stock_model("Llama")(batch()["input_ids"]).logits
     keep = labels[:, 1:] != NOT_PREDICTED
     student, target = ((x[:, :-1][keep] / 2.0).log_softmax(-1) for x in (outputs["logits"], teacher))
     divergence = 4.0 * functional.kl_div(student, target, reduction="sum", log_target=True)
-    expected = (0.7 * cross_entropy(outputs["logits"], labels) + 0.3 * divergence) / ITEMS + balance(model, batch())
+    expected = (0.7 * cross_entropy(outputs["logits"], labels) + 0.3 * divergence) / ITEMS + expected_balance_loss(
+        model, batch()
+    )
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_teacher_without_a_weight_runs_in_a_transfer_alone(monkeypatch):
-    loss_fn, model = objective(ROUTED, weight=0.0, transfer_steps=1)
+def test_teacher_with_weight_zero_runs_only_in_transfer(monkeypatch):
+    loss_fn, model = loss_and_model(ROUTED, weight=0.0, transfer_steps=1)
     ran = []
     run_teacher = TrainingLoss._run_teacher
     monkeypatch.setattr(TrainingLoss, "_run_teacher", lambda *arguments: ran.append(1) or run_teacher(*arguments))
     assert loss_fn(model, batch(), ITEMS, 0)[0].isfinite() and ran == [1]
     loss_fn.finish()
-    torch.testing.assert_close(loss_fn(model, batch(), ITEMS, 1)[0], objective(ROUTED)[0](model, batch(), ITEMS, 0)[0])
+    torch.testing.assert_close(
+        loss_fn(model, batch(), ITEMS, 1)[0], loss_and_model(ROUTED)[0](model, batch(), ITEMS, 0)[0]
+    )
     assert ran == [1]
 
 
-def test_a_teacher_on_disk():
-    loss_fn, model = objective(ROUTED, weight=0.3)
+def test_loss_from_stored_logits_equals_live_teacher():
+    loss_fn, model = loss_and_model(ROUTED, weight=0.3)
     expected, _ = loss_fn(model, batch(), ITEMS, 0)
     stored = stock_model("Llama")(batch()["input_ids"]).logits.log_softmax(-1).topk(61, dim=-1)
     alone = TrainingLoss(
@@ -103,8 +107,8 @@ def test_a_teacher_on_disk():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_is_matched_first():
-    loss_fn, model = objective(ROUTED, weight=0.3, match_steps=2)
+def test_attention_matching_precedes_distillation():
+    loss_fn, model = loss_and_model(ROUTED, weight=0.3, match_steps=2)
     losses = [loss_fn(model, batch(), ITEMS, step)[0] for step in range(3)]
     teacher, ids = stock_model("Llama"), batch()["input_ids"]
     with attention_states(teacher) as (_, targets), attention_states(model) as (_, outputs):
@@ -121,9 +125,9 @@ def test_attention_is_matched_first():
 
 
 @pytest.mark.parametrize("case", ["mixture", "differential", "paired queries"])
-def test_each_layer_learns_alone_in_a_transfer(case):
+def test_transfer_trains_each_attention_on_teacher_inputs(case):
     """The loss compares each student attention with the teacher's on the teacher's inputs; matching follows."""
-    loss_fn, model = objective(CASES[case], transfer_steps=1, match_steps=1)
+    loss_fn, model = loss_and_model(CASES[case], transfer_steps=1, match_steps=1)
     loss, _ = loss_fn(model, batch(), ITEMS, 0)
     loss.backward()
     loss_fn.finish()
@@ -146,10 +150,10 @@ def test_each_layer_learns_alone_in_a_transfer(case):
 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("count", [1, 2])
-def test_micro_batches_add_up(step, count):
-    loss_fn, model = objective(ROUTED, weight=0.3, match_steps=1)
+def test_micro_batch_losses_and_gradients_add_up(step, count):
+    loss_fn, model = loss_and_model(ROUTED, weight=0.3, match_steps=1)
     whole, _ = loss_fn(model, batch(), ITEMS, step)
-    together = sum(loss_fn(model, part, ITEMS, step)[0] for part in parts(count))
+    together = sum(loss_fn(model, part, ITEMS, step)[0] for part in micro_batches(count))
     torch.testing.assert_close(together, whole)
     gradients = [
         torch.autograd.grad(loss, model.model.layers[0].self_attn.mixers["mixture"].routed.weight)[0]
@@ -160,7 +164,7 @@ def test_micro_batches_add_up(step, count):
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_micro_batches_of_a_mixture_of_experts_add_up(ours):
+def test_micro_batch_losses_of_mixture_of_experts_add_up(ours):
     """Also of a stock model, whose own loss would add the full expert balance loss for each micro batch."""
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = mixed_model("Qwen3Moe", CASES["knocking"], **options) if ours else stock_model("Qwen3Moe", **options)
@@ -177,8 +181,8 @@ def test_micro_batches_of_a_mixture_of_experts_add_up(ours):
     )
 
 
-def test_evaluation_counts_the_next_token_alone():
-    _, model = objective(ROUTED)
+def test_evaluation_loss_is_next_token_only():
+    _, model = loss_and_model(ROUTED)
     with torch.no_grad():
         logits = model(batch()["input_ids"]).logits
     for row, (loss, count) in enumerate(NextToken(RECIPE).evaluate(model, batch())["loss"]):
@@ -187,18 +191,18 @@ def test_evaluation_counts_the_next_token_alone():
         assert count == (own[:, 1:] != NOT_PREDICTED).sum()
 
 
-def test_no_predictions_at_all_in_a_micro_batch():
-    loss_fn, model = objective(ROUTED, weight=0.3)
+def test_micro_batch_without_predictions_has_zero_loss():
+    loss_fn, model = loss_and_model(ROUTED, weight=0.3)
     nothing = batch() | {"labels": torch.full((4, 9), NOT_PREDICTED)}
     assert loss_fn(model, nothing, ITEMS, 0)[0] == 0
 
 
-def test_layers_without_a_router_are_left_out():
+def test_head_routing_skips_layers_without_router():
     mixers = {"mixture": {"shared_heads": 1, "active_heads": 3, "layers": [1]}}
     assert HeadRouting.of(mixed_model("Llama", mixers).config).layers == (1,)
 
 
-def test_the_load_of_heads():
+def test_head_load_metrics_of_routed_heads():
     routing = HeadRouting.of(mixed_model("Llama", {"mixture": {"shared_heads": 1, "active_heads": 3}}).config)
     first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
     loads = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
@@ -210,7 +214,7 @@ def test_the_load_of_heads():
     }
 
 
-def test_layers_whose_heads_are_all_shared_have_no_load():
+def test_layers_with_only_shared_heads_have_no_load():
     """As in TransNeXt's first stages in MoH-ViT; the balance loss is the mean over the other layers."""
     mixture = {"mixture": {"active_heads": [4, 3], "shared_heads": [4, 1]}}
     model = mixed_model("Bert", mixture)

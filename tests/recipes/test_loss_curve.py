@@ -22,7 +22,7 @@ def true_loss(law, tokens):
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_without_noise_the_numbers_come_back(law):
+def test_fit_recovers_parameters_without_noise(law):
     fit = fit_scaling_law(*curve(law))
     assert fit.exponent == pytest.approx(law[1], rel=1e-3)
     assert fit.tokens == pytest.approx(law[0], rel=1e-2)
@@ -31,7 +31,7 @@ def test_without_noise_the_numbers_come_back(law):
 
 
 @pytest.mark.parametrize(("law", "seed"), grid(LAWS, range(3), strength=1))
-def test_with_noise_they_come_near(law, seed):
+def test_fit_is_close_with_noise(law, seed):
     fit = fit_scaling_law(*curve(law, noise=0.01, seed=seed))
     assert fit.exponent == pytest.approx(law[1], rel=0.1)
     assert fit.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=4 * fit.error)
@@ -40,7 +40,7 @@ def test_with_noise_they_come_near(law, seed):
 
 
 @pytest.mark.parametrize(("law", "curve"), grid(LAWS[:3], [(2e7, 250), (2e10, 30)], strength=1))
-def test_the_error_is_that_of_the_last_point(law, curve):
+def test_fit_error_is_deviation_at_last_point(law, curve):
     """The last point has the largest error, since the other points lie on one side of it."""
     first, points = curve
     tokens = np.linspace(first, 5e10, points)
@@ -54,7 +54,7 @@ def test_the_error_is_that_of_the_last_point(law, curve):
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_spikes_do_not_bend_the_curve(law):
+def test_fit_ignores_loss_spikes(law):
     tokens, losses = curve(law, noise=0.005)
     losses[np.random.default_rng(1).choice(len(losses), 12, replace=False)] += 3.0
     fit = fit_scaling_law(tokens, losses)
@@ -62,7 +62,7 @@ def test_spikes_do_not_bend_the_curve(law):
     assert fit.exponent == pytest.approx(law[1], rel=0.1)
 
 
-def test_scale_does_not_matter():
+def test_fit_is_invariant_to_token_scale():
     tokens, losses = curve(LAWS[0], noise=0.01)
     first, second = fit_scaling_law(tokens, losses), fit_scaling_law(tokens * 1e-6, losses)
     assert second.exponent == pytest.approx(first.exponent, rel=1e-6)
@@ -70,18 +70,18 @@ def test_scale_does_not_matter():
 
 
 @pytest.mark.parametrize("losses", [[1.0] * 9, list(range(1, 10)), [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0]])
-def test_curves_that_do_not_fall_are_flat(losses):
+def test_fit_of_non_decreasing_losses_is_flat(losses):
     fit = fit_scaling_law(range(1, 10), losses)
     rounding = 1e-12  # the rounding of least squares differs between processors
     assert fit.loss(1) == fit.loss(100) and min(losses) - rounding <= fit.floor <= max(losses) + rounding
 
 
-def test_neither_floor_nor_height_is_negative():
+def test_fitted_parameters_are_not_negative():
     fit = fit_scaling_law(range(1, 10), [9 - loss for loss in range(9)])
     assert fit.floor >= 0 and fit.tokens > 0 and fit.exponent > 0
 
 
-def test_a_law_is_the_papers_equation():
+def test_scaling_law_loss_equals_paper_equation():
     assert ScalingLaw(tokens=64.0, exponent=0.5, floor=1.5, error=0.0).loss(16.0) == 3.5
 
 
@@ -95,6 +95,6 @@ def test_a_law_is_the_papers_equation():
         ([1, 2, 3, 4, 5], [5, 4, float("nan"), 2, 1], "finite"),
     ],
 )
-def test_points_that_make_no_curve(tokens, losses, message):
+def test_invalid_curve_points_are_refused(tokens, losses, message):
     with pytest.raises(ValueError, match=message):
         fit_scaling_law(tokens, losses)

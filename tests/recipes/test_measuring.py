@@ -18,15 +18,15 @@ from toy_checkpoints import write_stock
 
 
 @pytest.fixture
-def text(tmp_path):
+def text_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join(topics[name] for name in sorted(topics))[:60_000], encoding="utf-8")
     return path
 
 
 @pytest.mark.slow
-def test_all_mechanisms_from_scratch(tmp_path, text):
-    command = ("from_scratch.py", tmp_path / "out", "--text", text, "--tokens", 4096, "--seeds", 2)
+def test_from_scratch_script_measures_and_resumes(tmp_path, text_file):
+    command = ("from_scratch.py", tmp_path / "out", "--text", text_file, "--tokens", 4096, "--seeds", 2)
     *_, head, first = measured(*command)[:-7]
     assert head.startswith("held-out loss") and first.split()[:2] == ["baseline", "2"]
     report = json.loads((tmp_path / "out" / "from_scratch.json").read_text())
@@ -39,7 +39,7 @@ def test_all_mechanisms_from_scratch(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_diffusion_models_beside_the_stock_one(tmp_path):
+def test_diffusion_script_compares_with_stock_model(tmp_path):
     pytest.importorskip("diffusers")
     lines = measured("diffusion.py", tmp_path / "diffusion.json", "--steps", 3, "--seeds", 2)
     assert len(lines) == 2 * 3 + 1 + 3
@@ -50,7 +50,7 @@ def test_diffusion_models_beside_the_stock_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_objectives_beside_the_stock_models(tmp_path):
+def test_other_objectives_script_measures_and_resumes(tmp_path):
     report = tmp_path / "objectives.json"
     lines = measured("other_objectives.py", report, "--steps", 2, "--seeds", 2)
     assert len(lines) == 3 * (2 * 8 + 2 + 8)
@@ -65,7 +65,7 @@ def test_other_objectives_beside_the_stock_models(tmp_path):
     assert json.loads(report.read_text()) == complete
 
 
-def test_cut_spans_and_masked_tokens(monkeypatch):
+def test_other_objectives_corrupts_spans_and_masks_tokens(monkeypatch):
     """Inputs and labels together hold each token once; a sentinel stands for each span."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "measure")  # the scripts import each other
     other_objectives = importlib.import_module("other_objectives")
@@ -84,7 +84,7 @@ def test_cut_spans_and_masked_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("name", recovery.NAMES)
-def test_the_steps_of_a_recovery(name, tmp_path):
+def test_recovery_recipe_batch_size_and_learning_rate(name, tmp_path):
     shipped = load_recipe(f"small/smollm2_{name.partition('-')[0]}").train
     train = recovery.recipe(tmp_path, name, 200_000, []).train
     assert (train.batch_tokens, train.learning_rate) == (1536, recovery.LEARNING_RATE)
@@ -93,7 +93,7 @@ def test_the_steps_of_a_recovery(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", recovery.CONVERSIONS)
-def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
+def test_recovery_control_trains_source_on_same_data_without_teacher(name, tmp_path):
     names = (name, f"{name.partition('-')[0]}{recovery.CONTROL}", f"{name}{recovery.DIRECT}")
     case, control, direct = (recovery.recipe(tmp_path, each, 200_000, []) for each in names)
     assert case.train == control.train == direct.train and case.data == control.data == direct.data
@@ -102,7 +102,7 @@ def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
     assert direct.attention_loss_steps == 0 and direct.distillation.weight == case.distillation.weight
 
 
-def test_conversions_have_the_nearest_numbers_of_heads():
+def test_recovery_conversions_round_numbers_of_heads():
     conversions = {name: recovery.conversion(name, 9, 3) for name in recovery.CONVERSIONS}
     assert conversions["explicit"] == ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {})
     assert conversions["explicit-half"] == ({"explicit": {}}, {"layers": "auto", "budget": 0.5})
@@ -112,7 +112,7 @@ def test_conversions_have_the_nearest_numbers_of_heads():
     assert recovery.conversion("mixture-5", 8, 4)[0] == {"mixture": {"active_heads": "4"}}
 
 
-def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
+def test_recovery_compares_with_control_only_for_same_settings():
     same = dict.fromkeys(recovery.SAME, 1)
     case, control = [(0, 3.24), (10, 3.1), (20, 2.98)], [(0, 3.2), (10, 3.04), (20, 2.95)]
     report = {"explicit-half": same | {"after": 2.98, "curve": case}}
@@ -125,11 +125,11 @@ def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
 
 
 @pytest.mark.slow
-def test_recovery(tmp_path, text):
+def test_recovery_and_benchmark_scripts_report_figures(tmp_path, text_file):
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
     write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=512, **heads)
     write_tokenizer(tmp_path / "stock")
-    command = ("recovery.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192)
+    command = ("recovery.py", tmp_path / "stock", text_file, tmp_path / "out", "--tokens", 8192)
     names = ["explicit-control", "explicit", "explicit-half-direct", "mixture"]
     for name in names:
         measured(*command, "--only", name, "--set", "train.learning_rate=1e-3")
@@ -167,11 +167,11 @@ def benchmark_scores(folder):
 
 
 @pytest.mark.slow
-def test_learning_rates_of_knocking(tmp_path, text):
+def test_knocking_rates_script_reports_drift_by_rate(tmp_path, text_file):
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
     write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=512, **heads)
     write_tokenizer(tmp_path / "stock")
-    measured("knocking_rates.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192, "--seeds", 2)
+    measured("knocking_rates.py", tmp_path / "stock", text_file, tmp_path / "out", "--tokens", 8192, "--seeds", 2)
     cases = json.loads((tmp_path / "out" / "knocking_rates.json").read_text())["cases"]
     assert [*cases] == ["plain", "1 x", "3 x", "10 x"] and cases["plain"]["beside_plain"] == 0
     drifts = [figures["drift"] for figures in cases.values()]
@@ -180,7 +180,7 @@ def test_learning_rates_of_knocking(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_end_as_they_should(tmp_path):
+def test_endings_script_counts_clean_exits_of_two_processes(tmp_path):
     lines = measured("endings.py", tmp_path, "--ends", 2, "--load", 1)
     assert json.loads("\n".join(lines)) == {"ends": 2, "load": 1, "exit_statuses": {"0": 4}, "threads_left": {}}
 
@@ -215,7 +215,7 @@ RESUMED = {
         (("two_processes_then_one",), {"exit_statuses": [143, 1]}, ["exit statuses"]),
     ],
 )
-def test_a_run_that_resumes_otherwise_is_a_failure(keys, value, words, tmp_path, monkeypatch, capsys):
+def test_resume_script_fails_on_differences(keys, value, words, tmp_path, monkeypatch, capsys):
     report = deepcopy(RESUMED)
     part = report
     for key in keys:
@@ -225,7 +225,7 @@ def test_a_run_that_resumes_otherwise_is_a_failure(keys, value, words, tmp_path,
     monkeypatch.setattr(resume, "two_epochs", lambda *_: None)
     monkeypatch.setattr(resume, "killed", lambda recipe, folder, kills, count, seed: report["killed"][count - 1])
     monkeypatch.setattr(resume, "changed", lambda *_: report["two_processes_then_one"])
-    ends(resume.main, words)
+    assert_exit(resume.main, words)
     assert json.loads(capsys.readouterr().out) == report
 
 
@@ -237,17 +237,17 @@ def test_a_run_that_resumes_otherwise_is_a_failure(keys, value, words, tmp_path,
         ("greatest_difference_of_held_out_losses", float("nan"), ["mixture, 2 x 4"]),
     ],
 )
-def test_steps_that_differ_are_a_failure(kind, difference, words, tmp_path, monkeypatch, capsys):
+def test_processes_script_fails_on_differing_losses(kind, difference, words, tmp_path, monkeypatch, capsys):
     nothing = {"greatest_difference_of_losses": {}, "greatest_difference_of_held_out_losses": {}}
     report = nothing | {kind: {"2 x 4": difference, "1 x 2 x 4": 0.0}}
     monkeypatch.setattr(sys, "argv", ["processes.py", str(tmp_path)])
     monkeypatch.setattr(processes, "recipes", lambda *_: {"mixture": None})
     monkeypatch.setattr(processes, "compared", lambda *_: report)
-    ends(processes.main, words)
+    assert_exit(processes.main, words)
     assert "mixture" in json.loads(capsys.readouterr().out)
 
 
-def ends(main, words):
+def assert_exit(main, words):
     """Run `main`: it must exit with these words, or succeed if there are none."""
     if not words:
         main()

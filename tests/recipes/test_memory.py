@@ -25,36 +25,36 @@ LORA = ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
 TRAINABLE = {"all": [], "mixers": ["train.trainable=mixers"], "mixers+lora": LORA}
 
 
-def small(folder, changes=(), **train_changes):
+def small_recipe(folder, changes=(), **train_changes):
     """Return a toy recipe of SmolLM2 with explicit heads and one step."""
     recipe = toy(load_recipe("small/smollm2_explicit", changes), folder)
     options = replace(recipe.train, tokens=recipe.train.batch_tokens, warmup=0.0, **train_changes)
     return replace(recipe, train=options, distillation=None)
 
 
-def size(tensors):
+def byte_size(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize("trainable", first(reversed(TRAINABLE)))
-def test_weights_gradients_and_moments_are_those_of_a_run(trainable, tmp_path, monkeypatch):
+def test_weights_gradients_and_moments_equal_a_real_run(trainable, tmp_path, monkeypatch):
     measured = {}
 
     def measure(self, args, state, control, model=None, optimizer=None, **_):
         states = optimizer.state.values()
-        measured["weights"] = size(model.parameters())
-        measured["gradients"] = size(part.grad for part in model.parameters() if part.grad is not None)
-        measured["moments"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+        measured["weights"] = byte_size(model.parameters())
+        measured["gradients"] = byte_size(part.grad for part in model.parameters() if part.grad is not None)
+        measured["moments"] = byte_size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
 
     monkeypatch.setattr(StopOnSignal, "on_optimizer_step", measure)
-    recipe = small(tmp_path, TRAINABLE[trainable])
+    recipe = small_recipe(tmp_path, TRAINABLE[trainable])
     train(recipe)
     estimate = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)
     assert {"weights": estimate.weights, "gradients": estimate.gradients, "moments": estimate.moments} == measured
 
 
 @pytest.fixture
-def eight():
+def mesh_of_eight():
     """A device mesh of eight processes, faked in this process."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     distributed.init_process_group("fake", rank=0, world_size=8, store=fake.FakeStore())
@@ -62,24 +62,24 @@ def eight():
     distributed.destroy_process_group()
 
 
-def test_shards_are_those_of_fsdp(eight, tmp_path):
-    recipe = small(tmp_path, micro_batch=1)
+def test_sharded_weights_equal_fsdp2_shards(mesh_of_eight, tmp_path):
+    recipe = small_recipe(tmp_path, micro_batch=1)
     recipe = replace(recipe, train=replace(recipe.train, batch_tokens=8 * 64, tokens=8 * 64))
     config = toys.mixed_config("Qwen3Moe", toys.CASES["explicit"])
     model = AutoModelForCausalLM.from_config(config)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=eight)
-    fully_shard(model, mesh=eight)
+        fully_shard(layer, mesh=mesh_of_eight)
+    fully_shard(model, mesh=mesh_of_eight)
     estimate = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
-    assert estimate.weights == estimate.gradients == size(part.to_local() for part in model.parameters())
+    assert estimate.weights == estimate.gradients == byte_size(part.to_local() for part in model.parameters())
     assert estimate.moments == 2 * estimate.weights and estimate.gradient_buckets == 0
 
 
-def test_gradients_of_every_micro_batch_are_shared_out(eight, tmp_path, monkeypatch):
-    """With gradient sync after each micro batch, FSDP2 keeps shards of gradients only; without, whole gradients."""
+def test_fsdp2_keeps_only_gradient_shards_with_gradient_sync(mesh_of_eight, tmp_path, monkeypatch):
+    """Without gradient sync after each micro batch, FSDP2 keeps whole gradients."""
     model = AutoModelForCausalLM.from_config(toys.mixed_config("Llama", toys.CASES["explicit"]))
     for part in (*model.model.layers, model):
-        fully_shard(part, mesh=eight)
+        fully_shard(part, mesh=mesh_of_eight)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for shared in (True, False):
         model.set_requires_gradient_sync(shared)
@@ -91,7 +91,7 @@ def test_gradients_of_every_micro_batch_are_shared_out(eight, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("sharded", "deferred"), [("true", 0), ("false", 1)])
-def test_the_trainer_shares_them_out(sharded, deferred, tmp_path, monkeypatch):
+def test_trainer_defers_gradient_sync_only_without_fsdp(sharded, deferred, tmp_path, monkeypatch):
     calls = []
 
     @contextmanager
@@ -107,14 +107,14 @@ def test_the_trainer_shares_them_out(sharded, deferred, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", sharded)
     monkeypatch.setattr(Accelerator, "no_sync", no_sync)
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", unsharded)
-    recipe = small(tmp_path)
+    recipe = small_recipe(tmp_path)
     assert recipe.batch_size == 2 * recipe.train.micro_batch
     train(recipe)
     assert len(calls) == deferred
 
 
-def test_buckets_of_gradients(tmp_path):
-    recipe = small(tmp_path, micro_batch=1, dtype="bfloat16")
+def test_gradient_buckets_are_counted_only_for_data_parallel(tmp_path):
+    recipe = small_recipe(tmp_path, micro_batch=1, dtype="bfloat16")
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
     assert memory(recipe, config, Sharding("fsdp2", FSDP, 2), None).gradient_buckets == 0
@@ -123,8 +123,8 @@ def test_buckets_of_gradients(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deepspeed_has_sixteen_bytes_a_number(tmp_path, dtype):
-    recipe = small(tmp_path, micro_batch=1, dtype=dtype)
+def test_deepspeed_zero3_takes_sixteen_bytes_per_parameter(tmp_path, dtype):
+    recipe = small_recipe(tmp_path, micro_batch=1, dtype=dtype)
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
     estimate = memory(recipe, config, Sharding("zero3", ZERO3, 4), None)
@@ -132,9 +132,9 @@ def test_deepspeed_has_sixteen_bytes_a_number(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("changes", [[], ["model.config.tie_word_embeddings=false"]])
-def test_copies_in_bfloat16(tmp_path, changes):
-    """Activations and working copies are all the tensors that autograd saves in a step under autocast."""
-    recipe = small(tmp_path, changes, dtype="bfloat16")
+def test_activations_and_working_copies_equal_saved_tensors_in_bfloat16(tmp_path, changes):
+    """The reference is a forward pass under autocast, where autograd also saves copies of weights."""
+    recipe = small_recipe(tmp_path, changes, dtype="bfloat16")
     config = model_config(recipe.model.config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     own = {part.untyped_storage().data_ptr() for part in model.parameters()}
@@ -153,24 +153,24 @@ def test_copies_in_bfloat16(tmp_path, changes):
     real = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     assert estimate.activations + estimate.working_copies == pytest.approx(real, rel=0.01)
     assert estimate.working_copies > 0.05 * real
-    assert memory(small(tmp_path), config, ONE_GPU, None).working_copies == 0
+    assert memory(small_recipe(tmp_path), config, ONE_GPU, None).working_copies == 0
 
 
-def test_logits_and_a_teacher(tmp_path):
-    recipe = small(tmp_path)
+def test_memory_of_logits_and_teacher(tmp_path):
+    recipe = small_recipe(tmp_path)
     config = model_config(recipe.model.config)
     numbers = recipe.train.micro_batch * recipe.data.length * config.vocab_size
     alone = memory(recipe, config, ONE_GPU, None)
     assert (alone.logits, alone.teacher) == (8 * numbers, 0)
-    assert memory(small(tmp_path, dtype="bfloat16"), config, ONE_GPU, None).logits == 10 * numbers
+    assert memory(small_recipe(tmp_path, dtype="bfloat16"), config, ONE_GPU, None).logits == 10 * numbers
     taught = toy(load_recipe("small/smollm2_mixture"), tmp_path)
     estimate = memory(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
     assert (estimate.logits, estimate.teacher) == ((8 + 4 + 2 * 2) * numbers, 2000)
 
 
-def test_computing_layers_again_saves_activations(tmp_path):
-    config = model_config(small(tmp_path).model.config)
-    again = memory(small(tmp_path, checkpoint_activations=True), config, ONE_GPU, None)
-    assert again.activations < memory(small(tmp_path), config, ONE_GPU, None).activations
+def test_activation_checkpointing_reduces_memory(tmp_path):
+    config = model_config(small_recipe(tmp_path).model.config)
+    again = memory(small_recipe(tmp_path, checkpoint_activations=True), config, ONE_GPU, None)
+    assert again.activations < memory(small_recipe(tmp_path), config, ONE_GPU, None).activations
     assert sum(value for key, value in again.as_dict().items() if key != "total") == again.as_dict()["total"]
     assert ONE_GPU.kind == ALONE

@@ -25,61 +25,63 @@ from toys import CASES, mixed_model
 CALM = [3.0, 2.9, 3.1, 3.0] * 10
 
 
-def monitored(losses, **options):
+def updated_monitor(losses, **options):
     monitor = LossMonitor(**options)
     monitor.update(losses, 1)
     return monitor
 
 
-def test_spikes_are_counted():
-    assert monitored(CALM).spikes == 0
-    assert monitored([*CALM, 3.6, 3.0, 3.4]).spikes == 1  # after the first spike, the second is within the deviation
-    assert monitored([3.0] * 40 + [3.05, 3.0, 3.2]).spikes == 1
-    assert monitored([9.0, 3.0, 9.0]).spikes == 0  # nothing to compare with
+def test_loss_monitor_counts_spikes():
+    assert updated_monitor(CALM).spikes == 0
+    assert (
+        updated_monitor([*CALM, 3.6, 3.0, 3.4]).spikes == 1
+    )  # after the first spike, the second is within the deviation
+    assert updated_monitor([3.0] * 40 + [3.05, 3.0, 3.2]).spikes == 1
+    assert updated_monitor([9.0, 3.0, 9.0]).spikes == 0  # nothing to compare with
 
 
-def test_spikes_do_not_depend_on_how_often_is_looked():
+def test_spike_count_does_not_depend_on_update_frequency():
     monitor = LossMonitor()
     for step, loss in enumerate([*CALM, 4.0, *CALM], 1):
         monitor.update([loss], step)
-    assert monitor.spikes == monitored([*CALM, 4.0, *CALM]).spikes == 1
+    assert monitor.spikes == updated_monitor([*CALM, 4.0, *CALM]).spikes == 1
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number(loss):
+def test_non_finite_loss_is_refused(loss):
     with pytest.raises(RecipeError, match=rf"{loss}.*step 13.*train\.learning_rate"):
         LossMonitor().update([3.0, 2.0, loss], 11)
 
 
-def test_a_loss_that_has_run_away():
-    monitored([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
+def test_diverged_loss_is_refused():
+    updated_monitor([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
     with pytest.raises(RecipeError, match=r"6\.50.*step 60.*2\.95"):
-        monitored([*CALM, *[6.5] * 20])
-    monitored([*[0.02] * 40, *[0.5] * 40])  # a large factor, but a small difference
+        updated_monitor([*CALM, *[6.5] * 20])
+    updated_monitor([*[0.02] * 40, *[0.5] * 40])  # a large factor, but a small difference
 
 
-def test_a_loss_that_runs_away_at_once():
+def test_loss_that_diverges_from_first_step_is_refused():
     with pytest.raises(RecipeError, match=r"25\.00.*step 21.*5\.50"):
-        monitored([5.5, *[25.0] * 20])
-    monitored([5.5, *[25.0] * 19, 5.0, *CALM])
-    monitored([5.5, *[6.4] * 40])
+        updated_monitor([5.5, *[25.0] * 20])
+    updated_monitor([5.5, *[25.0] * 19, 5.0, *CALM])
+    updated_monitor([5.5, *[6.4] * 40])
 
 
-def test_another_loss_is_not_compared_with_the_one_before():
+def test_loss_change_resets_spikes_and_divergence():
     match = [0.01] * 40
-    assert monitored([*match, *CALM], changes=(40,)).spikes == 0
+    assert updated_monitor([*match, *CALM], changes=(40,)).spikes == 0
     with pytest.raises(RecipeError, match="loss"):
-        monitored([*match, *CALM], changes=(10,))
-    assert monitored([*match, *CALM, *[9.0] * 40], changes=(40, 80)).spikes == 0
+        updated_monitor([*match, *CALM], changes=(10,))
+    assert updated_monitor([*match, *CALM, *[9.0] * 40], changes=(40, 80)).spikes == 0
 
 
-def test_a_transfer_is_not_compared_with_the_match_after_it():
+def test_recipe_lists_loss_changes_after_transfer_and_match():
     recipe = load_recipe("small/smollm2_explicit", ["distillation.transfer_steps=30", "distillation.match_steps=40"])
     assert recipe.loss_changes == (30, 70) and recipe.attention_loss_steps == 70
     assert load_recipe("small/smollm2_gating").loss_changes == ()
 
 
-def test_metrics_are_lines(tmp_path):
+def test_metrics_file_reads_and_truncates_lines(tmp_path):
     file = MetricsFile(tmp_path, 0)
     for step in (2, 4, 6):
         file.write({"step": step, "losses": [step - 0.5, step + 0.5], "loss": float(step)})
@@ -95,12 +97,12 @@ def test_metrics_are_lines(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"3", b"{}", b'{"step": "a"}', b"[]"])
-def test_what_follows_a_damaged_line_is_left_out(damage, tmp_path):
+def test_metrics_lines_after_damaged_line_are_dropped(damage, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "losses": [2.5]}\n' + damage + b'\n{"step": 3}\n')
     assert MetricsFile.lines(tmp_path) == [{"step": 1, "losses": [2.5]}]
 
 
-def test_how_far_a_mechanism_has_moved():
+def test_drift_is_relative_distance_from_neutral_start():
     model = mixed_model("Llama", {"knocking": {"form": "linear"}, "mixture": CASES["mixture"]["mixture"]})
     starts = starting_points(model)
     knocking = {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
@@ -118,7 +120,7 @@ def test_how_far_a_mechanism_has_moved():
 
 
 @pytest.mark.parametrize(("options", "neutral"), [({"norm": False}, True), ({"key_heads": 1, "norm": False}, False)])
-def test_what_does_not_start_neutral_moves_from_where_the_run_begins(options, neutral):
+def test_drift_of_non_neutral_start_begins_at_initial_weights(options, neutral):
     model = mixed_model("Llama", {"explicit": options})
     with torch.no_grad():
         for layer in model.model.layers:
@@ -127,14 +129,14 @@ def test_what_does_not_start_neutral_moves_from_where_the_run_begins(options, ne
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_mechanism_with_parameters_tells_how_far_it_has_moved(case):
+def test_every_mechanism_with_parameters_reports_drift(case):
     model = mixed_model("Llama", CASES[case])
     names = {name.split(".mixers.")[1].split(".")[0] for name, _ in model.named_parameters() if ".mixers." in name}
     assert set(drift(model, starting_points(model))) == {f"drift/{name}" for name in names}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_starting_points_are_found_under_any_wrapper(case):
+def test_starting_points_ignore_wrappers_and_keep_random_state(case):
     model = mixed_model("Qwen3", CASES[case])
     before = torch.get_rng_state()
     plain = starting_points(model)
@@ -149,7 +151,7 @@ def test_starting_points_are_found_under_any_wrapper(case):
 
 
 @pytest.mark.parametrize("when", ["made", "prepared"])
-def test_parameters_that_are_taken_apart_are_left_out(when):
+def test_drift_skips_zero3_partitioned_parameters(when):
     """ZeRO-3 empties parameters, either when the model is made or once training begins."""
     model = mixed_model("Llama", {"knocking": {"form": "linear"}})
     starts = starting_points(model)
@@ -162,7 +164,7 @@ def test_parameters_that_are_taken_apart_are_left_out(when):
     assert drift(model, starts) == {}
 
 
-def test_a_run_tells_everything(tmp_path):
+def test_run_logs_all_metrics_at_expected_steps(tmp_path):
     recipe = toy_run(MIXTURE, tmp_path, 5, watch={"every": 2, "evaluate_every": 4}, checkpoints={"every": 3})
     train(recipe)
     lines = metrics(recipe)
@@ -181,7 +183,7 @@ def test_a_run_tells_everything(tmp_path):
     assert "head_load/0/least" in lines[1]  # a checkpoint's line has everything, too
 
 
-def test_spikes_are_remembered_after_resuming(tmp_path):
+def test_spike_count_continues_after_resume(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, 4)
     killed(recipe, 3)
     with pytest.MonkeyPatch.context() as patched:
@@ -198,7 +200,7 @@ def test_spikes_are_remembered_after_resuming(tmp_path):
         ((4, "gradient"), KNOCKING, "norm.*nan.*step 4.*checkpoint-2"),
     ],
 )
-def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, tmp_path, monkeypatch):
+def test_run_with_nan_loss_or_gradient_stops_and_keeps_checkpoint(bad, name, words, tmp_path, monkeypatch):
     recipe = toy_run(name, tmp_path, 6, watch={"every": 4})
     objective = run_trainer.TrainingLoss.__call__
 
@@ -227,12 +229,12 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
 
 
 @pytest.fixture
-def runaway(monkeypatch):
+def diverging_loss(monkeypatch):
     """A loss monitor with short memory and little patience, and a loss that is far too high from step 8 on."""
-    spoil(monkeypatch, range(8, 99))
+    patch_high_loss(monkeypatch, range(8, 99))
 
 
-def spoil(monkeypatch, steps):
+def patch_high_loss(monkeypatch, steps):
     monkeypatch.setattr(module, "RECENT", 4)
     monkeypatch.setattr(module, "PATIENCE", 5)
     objective = run_trainer.TrainingLoss.__call__
@@ -244,7 +246,7 @@ def spoil(monkeypatch, steps):
     monkeypatch.setattr(run_trainer.TrainingLoss, "__call__", broken)
 
 
-def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):
+def test_checkpoints_before_divergence_are_kept(diverging_loss, tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, 20, watch={"every": 2}, checkpoints={"every": 1, "keep": 2})
     with pytest.raises(RecipeError, match=r"step 12.*checkpoint-6"):
         train(recipe)
@@ -252,14 +254,14 @@ def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):
     assert len(losses(recipe)) == 12 and losses(recipe)[7] > 2 * losses(recipe)[6]
 
 
-def test_a_checkpoint_that_a_high_loss_forbade_is_made_up_for(monkeypatch, tmp_path):
-    spoil(monkeypatch, [8, 9])
+def test_checkpoint_skipped_at_high_loss_is_saved_later(monkeypatch, tmp_path):
+    patch_high_loss(monkeypatch, [8, 9])
     train(toy_run(KNOCKING, tmp_path, 12, watch={"every": 1}, checkpoints={"every": 4, "keep": 9}))
     names = [path.name for path in checkpoints(Path(toy_run(KNOCKING, tmp_path, 12).output))]
     assert names == ["checkpoint-12", "checkpoint-10", "checkpoint-4"]
 
 
-def test_a_run_that_is_told_to_stop_while_the_loss_is_high_saves_and_keeps_what_is_good(runaway, tmp_path):
+def test_stop_at_high_loss_saves_and_keeps_good_checkpoint(diverging_loss, tmp_path):
     sent = []
 
     def stop(stage, done, total, message=""):
@@ -272,7 +274,7 @@ def test_a_run_that_is_told_to_stop_while_the_loss_is_high_saves_and_keeps_what_
     assert names[1:] == ["checkpoint-7"] and names[0] in ("checkpoint-9", "checkpoint-10")
 
 
-def test_head_load_is_that_of_all_micro_batches_of_a_step(tmp_path, monkeypatch):
+def test_head_load_is_mean_over_micro_batches_of_step(tmp_path, monkeypatch):
     counted = []
     load = HeadRouting.load
     monkeypatch.setattr(HeadRouting, "load", lambda *arguments: counted.append(load(*arguments)) or counted[-1])

@@ -82,7 +82,7 @@ def new_model(config: dict[str, Any], seed: int) -> Any:
 
 
 @pytest.mark.parametrize("learns_variance", [False, True])
-def test_losses_are_those_of_the_papers(learns_variance: bool) -> None:
+def test_noise_loss_equals_paper_formulas(learns_variance: bool) -> None:
     prediction = prediction_near_noise(2)[:, : 4 if learns_variance else 2]
     losses = NoiseLoss(noise_schedule())(prediction, CLEAN, NOISE, STEPS_TESTED)
     parts = zip(prediction, CLEAN, NOISE, STEPS_TESTED.tolist(), strict=True)
@@ -91,7 +91,7 @@ def test_losses_are_those_of_the_papers(learns_variance: bool) -> None:
     assert (expected > 0.05).all()
 
 
-def test_the_bound_does_not_change_the_predicted_noise() -> None:
+def test_variational_bound_has_no_gradient_for_predicted_noise() -> None:
     prediction = prediction_near_noise(2).requires_grad_()
     NoiseLoss(noise_schedule())(prediction, CLEAN, NOISE, STEPS_TESTED).sum().backward()
     assert prediction.grad is not None
@@ -100,28 +100,28 @@ def test_the_bound_does_not_change_the_predicted_noise() -> None:
     assert (variances != 0).flatten(1).all(1).all()
 
 
-def test_the_exact_variance_and_noise_cost_nothing() -> None:
+def test_exact_noise_and_variance_have_zero_loss() -> None:
     """At the lower variance bound, the model's step equals the posterior, except in the first step."""
     exact = torch.cat([NOISE, -torch.ones_like(NOISE)], dim=1)
     losses = NoiseLoss(noise_schedule())(exact, CLEAN, NOISE, STEPS_TESTED)
     assert losses[0] > 0 and losses[1:].abs().max() < 1e-6
 
 
-def test_probabilities_of_pixels_add_up() -> None:
+def test_pixel_probabilities_add_up_to_one() -> None:
     pixels = torch.arange(256).float() / 127.5 - 1
     for mean, deviation in ((-0.97, 0.01), (0.2, 0.3), (1.1, 0.05)):
         probabilities = pixel_log_likelihood(pixels, torch.tensor(mean), torch.tensor(math.log(deviation))).exp()
         assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_noisy_images_are_those_of_diffusers() -> None:
+def test_noisy_images_equal_diffusers() -> None:
     noised = NoiseLoss(noise_schedule()).noisy(CLEAN, NOISE, STEPS_TESTED)
     assert torch.equal(noised, DDPMScheduler().add_noise(CLEAN, NOISE, STEPS_TESTED))
     signal = torch.tensor(CUMULATIVE)[STEPS_TESTED].view(-1, 1, 1, 1)
     torch.testing.assert_close(noised, signal.sqrt() * CLEAN + (1 - signal).sqrt() * NOISE, rtol=1e-4, atol=1e-5)
 
 
-def test_initial_values_are_those_of_dit() -> None:
+def test_initial_values_equal_dit_initialisation() -> None:
     config = SIZES | {"attention_head_dim": 64, "mixers": MIXTURE}
     model = new_model(config, seed=3)
     noisy = torch.randn(2, 3, 6, 6)
@@ -144,7 +144,7 @@ def test_initial_values_are_those_of_dit() -> None:
     assert routers and all(0.01 < part.std() < 0.03 for part in routers)
 
 
-def test_blocks_share_an_embedding_that_each_has_when_saved(tmp_path: Path) -> None:
+def test_shared_embedding_is_saved_in_every_block(tmp_path: Path) -> None:
     model = new_model(SIZES | {"mixers": MIXTURE}, seed=0)
     own = sum(part.numel() for part in model.parameters())
     embedding = sum(part.numel() for part in model.transformer_blocks[0].norm1.emb.parameters())

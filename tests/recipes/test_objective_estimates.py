@@ -43,7 +43,7 @@ def saved_bytes(model, inputs):
 
 
 @pytest.mark.parametrize("name", first(["small/t5_talking", "small/bert_mixture", "papers/talking_albert_base"], 2))
-def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
+def test_dry_run_figures_equal_trained_model(name, tmp_path):
     recipe = toy_run(name, tmp_path, model={"path": None})
     config = dict(recipe.model.config)
     for change in WIDER[name]:
@@ -74,7 +74,7 @@ def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
 
 
 @pytest.mark.parametrize(("backbone", "task"), [("Bert", "ForMaskedLM"), ("ViT", "ForImageClassification")])
-def test_stock_encoders_are_counted(backbone, task, tmp_path):
+def test_dry_run_counts_stock_encoders(backbone, task, tmp_path):
     if backbone == "ViT":
         folder, source, objective = write_image_model(tmp_path / "model", backbone), {"kind": "images"}, "classes"
     else:

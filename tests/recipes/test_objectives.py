@@ -36,12 +36,12 @@ CASES = {
 """Name of a case -> recipe, and changes without dropout, so that losses can be recomputed."""
 
 
-def run(case, folder, steps=4, **changes):
+def toy_case(case, folder, steps=4, **changes):
     name, overrides = CASES[case]
     return toy_run(name, folder, steps, given=overrides, **changes)
 
 
-def opened(recipe):
+def objective_model_and_data(recipe):
     """Return the objective, the model at the start of a run, and the data."""
     objective = objective_of(recipe)
     tokenizer = objective.load_processor()
@@ -63,9 +63,9 @@ def batch_of(samples, indices):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_loss_is_the_mean_of_the_model_s_own(case, tmp_path):
-    recipe = run(case, tmp_path, steps=1, watch={"evaluate_every": 1}, train={"tokens": 256, "warmup": 0.0})
-    _, model, data = opened(recipe)
+def test_first_loss_equals_own_loss_of_model(case, tmp_path):
+    recipe = toy_case(case, tmp_path, steps=1, watch={"evaluate_every": 1}, train={"tokens": 256, "warmup": 0.0})
+    _, model, data = objective_model_and_data(recipe)
     train(recipe)
     samples = data.samples(4, recipe.train.seed)
     batch = batch_of(samples, range(4))
@@ -82,7 +82,7 @@ def test_the_first_loss_is_the_mean_of_the_model_s_own(case, tmp_path):
 def test_accumulation_does_not_change_the_losses(case, tmp_path):
     results = []
     for size in (4, 1):
-        recipe = run(case, tmp_path / str(size), steps=3, train={"micro_batch": size, "tokens": 768})
+        recipe = toy_case(case, tmp_path / str(size), steps=3, train={"micro_batch": size, "tokens": 768})
         train(recipe)
         results.append([*losses(recipe), metrics(recipe)[-1]["eval_loss"]])
     assert results[0] == pytest.approx(results[1], abs=1e-4) and results[0][0] == pytest.approx(
@@ -91,7 +91,7 @@ def test_accumulation_does_not_change_the_losses(case, tmp_path):
 
 
 @pytest.mark.parametrize("name", first([ALBERT, T5, BERT], 2))
-def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
+def test_resumed_run_is_bitwise_equal(name, tmp_path):
     whole, parts = toy_run(name, tmp_path / "whole"), toy_run(name, tmp_path / "parts")
     train(whole)
     resumed(parts, 3)
@@ -103,9 +103,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["order", "spans"])
-def test_scores_on_held_out_text(case, tmp_path):
-    recipe = run(case, tmp_path)
-    objective, _, data = opened(recipe)
+def test_eval_scores_equal_saved_model_on_held_out_text(case, tmp_path):
+    recipe = toy_case(case, tmp_path)
+    objective, _, data = objective_model_and_data(recipe)
     outcome = train(recipe)
     kind = getattr(transformers, recipe.objective.auto_class)
     model = kind.from_pretrained(outcome.model, trust_remote_code=False).eval()
@@ -128,16 +128,18 @@ def test_scores_on_held_out_text(case, tmp_path):
     assert model.config.pad_token_id == 257 and objective.recipe is recipe
 
 
-def test_the_held_out_text_is_corrupted_alike_for_every_seed(tmp_path):
-    (_, _, one), (_, _, two) = (opened(run("spans", tmp_path, train={"seed": seed})) for seed in (0, 1))
+def test_held_out_corruption_does_not_depend_on_seed(tmp_path):
+    (_, _, one), (_, _, two) = (
+        objective_model_and_data(toy_case("spans", tmp_path, train={"seed": seed})) for seed in (0, 1)
+    )
     assert torch.equal(one.evaluation[0]["labels"], two.evaluation[0]["labels"])
     assert not torch.equal(one.samples(4, 0)[0]["labels"], two.samples(4, 1)[0]["labels"])
 
 
-def test_a_model_is_trained_on(tmp_path):
+def test_result_of_a_run_can_be_trained_further(tmp_path):
     """The model of one run is the initial model of another run."""
-    outcome = train(run("order", tmp_path, steps=1, train={"tokens": 256, "warmup": 0.0}))
-    later = run("order", tmp_path / "later", steps=1, train={"tokens": 256, "warmup": 0.0})
+    outcome = train(toy_case("order", tmp_path, steps=1, train={"tokens": 256, "warmup": 0.0}))
+    later = toy_case("order", tmp_path / "later", steps=1, train={"tokens": 256, "warmup": 0.0})
     model = replace(later.model, path=str(outcome.model), config=None)
     assert train(replace(later, model=model)).step == 1
 
@@ -164,21 +166,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_recipes_that_are_refused(case):
+def test_invalid_objective_recipes_are_refused(case):
     name, overrides, words = REFUSED[case]
     with pytest.raises(RecipeError, match=words):
         load_recipe(name, overrides)
 
 
-def test_a_window_longer_than_the_models_context_is_refused():
+def test_window_longer_than_context_is_refused():
     recipe = load_recipe(BERT)
     config = SimpleNamespace(max_position_embeddings=recipe.data.length - 1)
     with pytest.raises(RecipeError, match=rf"data\.length={recipe.data.length} is more than max_position_embeddings="):
         objective_of(recipe).corruption(None, config)
 
 
-def test_runs_that_are_refused(tmp_path):
-    recipe = run("order", tmp_path, model={})
+def test_runs_that_do_not_fit_objective_are_refused(tmp_path):
+    recipe = toy_case("order", tmp_path, model={})
     with pytest.raises(RecipeError, match="type_vocab_size=1"):
         train(replace(recipe, model=replace(recipe.model, config=recipe.model.config | {"type_vocab_size": 1})))
     decoder = toy_run(KNOCKING, tmp_path / "decoder")
@@ -193,7 +195,7 @@ def test_runs_that_are_refused(tmp_path):
     assert not Path(recipe.output).exists()
 
 
-def test_every_objective_of_the_schema_can_be_trained():
+def test_every_schema_objective_has_a_trainer_class():
     from crosshead.recipes.schema.objectives import OBJECTIVES as SECTIONS
 
     assert set(OBJECTIVES) == set(SECTIONS)

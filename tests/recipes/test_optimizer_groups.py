@@ -27,7 +27,7 @@ OWN = MechanismOptions(learning_rate=2e-3, weight_decay=0.3)
 
 
 @pytest.mark.parametrize(("trainable", "own"), grid(TRAINABLE, [None, OWN], strength=1))
-def test_a_run_gives_mechanisms_their_own_settings(trainable, own, tmp_path, monkeypatch):
+def test_mechanisms_have_own_learning_rate_and_weight_decay(trainable, own, tmp_path, monkeypatch):
     settings_of = {}
 
     def record(self, args, state, control, model=None, optimizer=None, **_):
@@ -49,7 +49,7 @@ def test_a_run_gives_mechanisms_their_own_settings(trainable, own, tmp_path, mon
 
 
 @pytest.mark.parametrize("mechanism", MECHANISM_CASES)
-def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
+def test_mechanisms_do_not_decay_without_gradient(mechanism):
     """Mechanisms stay equal to the bit, while all other matrices decay."""
     model = mixed_model("Llama", CASES[mechanism])
     options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, weight_decay=0.1)
@@ -65,7 +65,7 @@ def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
     assert not same & {name for name in decaying if not is_mechanism(name)}
 
 
-def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
+def test_norms_of_mechanisms_have_no_weight_decay():
     """The norm of `explicit` has no weight decay, like other norms."""
     model = mixed_model("Llama", {"explicit": {"norm": True}})
     options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, mechanisms=OWN)
@@ -82,8 +82,7 @@ def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_own_settings(tmp_path):
-    """A killed and resumed run equals an uninterrupted one to the bit."""
+def test_resumed_run_with_mechanism_options_is_bitwise_equal(tmp_path):
     recipe = toy_run(LORA, tmp_path, train=TRAINABLE["all"] | {"mechanisms": OWN})
     whole, again = (replace(recipe, output=str(tmp_path / name)) for name in ("whole", "again"))
     train(whole)
@@ -92,7 +91,7 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path):
     assert all(torch.equal(part, weights(whole)[name]) for name, part in weights(again).items())
 
 
-def test_schema(tmp_path):
+def test_mechanism_options_in_recipes(tmp_path):
     name = "small/smollm2_talking"
     assert load_recipe(name).train.mechanisms == MechanismOptions(None, 0.0)
     changed = load_recipe(name, ["train.mechanisms={learning_rate: 2e-3, weight_decay: 0.3}"])
@@ -106,7 +105,7 @@ def test_schema(tmp_path):
             load_recipe(name, [change])
 
 
-def test_a_sweep_leaves_a_rate_of_mechanisms_as_it_is():
+def test_sweep_keeps_learning_rate_of_mechanisms():
     own = "train.mechanisms.learning_rate=2e-3"
     name = "papers/mea_1b_sweep"
     assert [run.train.mechanism_rate for run in sweep_runs(load_recipe(name))] == [1e-4, 5e-4, 1e-3, 3e-3]
@@ -115,7 +114,7 @@ def test_a_sweep_leaves_a_rate_of_mechanisms_as_it_is():
         sweep_runs(load_recipe(name, [own, "train.trainable=mixers"]))
 
 
-def test_a_dry_run_tells_both():
+def test_dry_run_reports_both_optimizer_groups():
     few = "model.config.num_hidden_layers=2"
     report = dry_run(load_recipe("small/smollm2_explicit", [few, "train.mechanisms.learning_rate=2e-3"]), ONE_GPU)
     stock, own = report["optimizer"]["model"], report["optimizer"]["mechanisms"]

@@ -18,13 +18,13 @@ from toy_training import KNOCKING, losses, toy_run, train
 from toys import CASES, mixed_model
 
 
-def stream(folder, texts):
+def write_token_stream(folder, texts):
     encoder = TokenEncoder(separating_tokenizer(), 61)
     write_tokens([[text] for text in texts], encoder, 0.0, None, folder, lambda: None)
     return TokenStream(folder, TRAINING, encoder.dtype)
 
 
-def slowly(texts, length):
+def reference_windows(texts, length):
     """Return (token, position, label) of each entry, window by window, computed in a loop."""
     entries = []
     for text in texts:
@@ -37,10 +37,10 @@ def slowly(texts, length):
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 16, 50])
-def test_windows_with_documents_apart(tmp_path, length):
+def test_windows_with_separate_documents(tmp_path, length):
     texts = [*toy_texts(60), words(*range(1, 60)), *toy_texts(5)]
-    windows = Windows(stream(tmp_path, texts), length, separate_documents=True)
-    expected = slowly(texts, length)
+    windows = Windows(write_token_stream(tmp_path, texts), length, separate_documents=True)
+    expected = reference_windows(texts, length)
     assert len(windows) == len(expected) > 5
     for sample, entries in zip((windows[index] for index in range(len(windows))), expected, strict=True):
         keys = "input_ids", "position_ids", "labels"
@@ -48,10 +48,10 @@ def test_windows_with_documents_apart(tmp_path, length):
         assert all(sample[key].dtype == torch.int64 for key in keys)
 
 
-def test_plain_windows(tmp_path):
+def test_windows_without_separate_documents(tmp_path):
     texts = toy_texts(60)
-    windows = Windows(stream(tmp_path, texts), 7, separate_documents=False)
-    for index, entries in enumerate(slowly(texts, 7)):
+    windows = Windows(write_token_stream(tmp_path, texts), 7, separate_documents=False)
+    for index, entries in enumerate(reference_windows(texts, 7)):
         sample = windows[index]
         tokens = [token for token, _, _ in entries]
         assert set(sample) == {"input_ids", "labels"}
@@ -59,8 +59,8 @@ def test_plain_windows(tmp_path):
         assert sample["labels"].tolist() == [NOT_PREDICTED, *tokens[1:]]
 
 
-def test_there_is_no_window_beyond_the_last(tmp_path):
-    tokens = stream(tmp_path, toy_texts(20))
+def test_index_beyond_last_window_raises(tmp_path):
+    tokens = write_token_stream(tmp_path, toy_texts(20))
     windows = Windows(tokens, 9, separate_documents=False)
     assert len(list(windows)) == len(windows) == len(tokens.tokens) // 9
     assert len(tokens.tokens) % 9 > 1
@@ -68,15 +68,15 @@ def test_there_is_no_window_beyond_the_last(tmp_path):
         windows[len(windows)]
 
 
-def test_a_sample_may_be_written_to(tmp_path):
-    windows = Windows(stream(tmp_path, toy_texts(20)), 7, separate_documents=False)
+def test_writing_to_a_sample_keeps_the_windows(tmp_path):
+    windows = Windows(write_token_stream(tmp_path, toy_texts(20)), 7, separate_documents=False)
     before = windows[0]["input_ids"].clone()
     windows[0]["input_ids"].zero_()
     assert windows[0]["input_ids"].equal(before)
 
 
-def test_another_process_gets_the_place_and_not_the_content(tmp_path):
-    windows = Windows(stream(tmp_path, toy_texts(3000)), 7, separate_documents=True)
+def test_pickled_windows_hold_path_not_tokens(tmp_path):
+    windows = Windows(write_token_stream(tmp_path, toy_texts(3000)), 7, separate_documents=True)
     sent = pickle.dumps(windows)
     assert len(sent) < 1000 < len(windows)
     assert pickle.loads(sent)[99]["input_ids"].equal(windows[99]["input_ids"])
@@ -84,9 +84,9 @@ def test_another_process_gets_the_place_and_not_the_content(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_a_packed_batch_equals_its_documents_apart(tmp_path, case):
+def test_packed_batch_equals_documents_run_alone(tmp_path, case):
     texts = toy_texts(40)
-    windows = Windows(stream(tmp_path, texts), 16, separate_documents=True)
+    windows = Windows(write_token_stream(tmp_path, texts), 16, separate_documents=True)
     batch = default_collate([windows[index] for index in range(4)])
     model = mixed_model("Llama", CASES[case])
     out = model(**batch, use_cache=False)
@@ -104,7 +104,7 @@ def test_a_packed_batch_equals_its_documents_apart(tmp_path, case):
     assert abs(tokens.mean() + balance - out.loss) < 1e-5
 
 
-def test_a_step_without_predictions_changes_nothing(tmp_path):
+def test_step_without_predictions_has_zero_loss(tmp_path):
     """A window with only the end of one document and the start of the next has nothing to predict."""
     write_jsonl(tmp_path / "two.jsonl", [2 * chr(97 + index % 26) for index in range(60)])
     recipe = toy_run(KNOCKING, tmp_path)

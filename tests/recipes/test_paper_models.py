@@ -68,7 +68,7 @@ MODELS = {  # Knocking-Heads, table 5, sections 4.1 and 4.4; Mixture-of-Head, ta
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_those_of_the_papers(name):
+def test_model_configs_equal_paper_tables(name):
     config = load_recipe(f"papers/{name}").model.config
     flat = config | config.get("mixers", {})
     for key, value in MODELS[name].items():
@@ -80,7 +80,7 @@ MOH_VIT = load_recipe("papers/moh_vit_s")
 VIT = MOH_VIT.model.config
 
 
-def test_the_model_is_transnext_small_with_the_heads_of_the_published_configuration():
+def test_moh_vit_is_transnext_small_with_published_heads():
     sizes = {
         "hidden_sizes": [72, 144, 288, 576],
         "num_attention_heads": [3, 6, 12, 24],
@@ -100,13 +100,13 @@ def test_the_model_is_transnext_small_with_the_heads_of_the_published_configurat
     }
 
 
-def test_three_quarters_of_the_heads_are_active():
+def test_moh_vit_has_three_quarters_of_heads_active():
     """Share of active heads in table 1 of Mixture-of-Head."""
     heads = sum(heads * depth for heads, depth in zip(VIT["num_attention_heads"], VIT["depths"], strict=True))
     assert sum(VIT["mixers"]["mixture"]["active_heads"]) / heads == pytest.approx(0.75, abs=0.01)
 
 
-def test_augmentations_are_those_of_the_published_code():
+def test_moh_vit_augmentations_equal_published_code():
     """Appendix B.1 names them: random augmentation, mixup, CutMix, random erasing, label smoothing and drop path."""
     settings = {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0, "operations": 2, "magnitude": 9, "erasing": 0.25}
     assert {key: getattr(MOH_VIT.objective, key) for key in settings} == settings

@@ -186,12 +186,12 @@ DEVIATIONS = {
 """Text of a recipe's value that deviates from the paper -> text by which the recipe must say so."""
 
 
-def test_every_recipe_of_a_paper_has_its_settings():
+def test_every_paper_recipe_has_settings_here():
     assert set(SETTINGS) == {name for name in shipped_recipes() if name.startswith("papers/")}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_recipes_train_as_the_papers_say(name):
+def test_training_settings_equal_papers(name):
     recipe, paper = load_recipe(name), SETTINGS[name]
     train = recipe.train
     assert train.trainable == "all" and recipe.distillation is None
@@ -209,19 +209,19 @@ def test_recipes_train_as_the_papers_say(name):
         assert {source.path.rpartition("/")[2]: source.weight for source in recipe.data.sources} == paper.weights
 
 
-def test_the_sweep_tries_the_rates_of_the_paper():
+def test_sweep_rates_equal_paper():
     """Learning rates of Explicit Attention, section 5.1.2."""
     assert load_recipe("papers/mea_1b_sweep").sweep.learning_rates == (1e-4, 5e-4, 1e-3, 3e-3)
 
 
-def test_the_recovery_stage_trains_on_what_the_model_from_scratch_trains_on():
+def test_recovery_stage_uses_data_of_model_from_scratch():
     """Data of the recovery stage in Explicit Attention, appendix C."""
     recovery, scratch = (load_recipe(f"papers/{name}") for name in ("mea_qwen3_30b_full_recovery", "mea_1b"))
     assert recovery.data.sources == scratch.data.sources
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_choices_of_ours_are_marked(name):
+def test_values_not_given_in_papers_are_marked(name):
     """Recipes mark values that no paper gives, and state their deviations."""
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert "not given in the paper" in text
@@ -231,7 +231,7 @@ def test_choices_of_ours_are_marked(name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_numbers_say_where_they_are_from(name):
+def test_numbers_in_recipes_have_source_comments(name):
     """A number has a comment beside it, in its section's header, above it, or on a line that covers the next ones."""
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     for part in ("config", "train"):

@@ -22,7 +22,7 @@ def gloo_threads():
 
 
 @pytest.fixture
-def group(tmp_path):
+def gloo_group(tmp_path):
     """A gloo process group of one process."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
@@ -48,7 +48,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("failure", [None, ValueError, KeyboardInterrupt])
-def test_no_thread_of_the_group_is_left(failure, group):
+def test_closing_process_group_ends_gloo_threads(failure, gloo_group):
     def run():
         trainer = Trainer()
         trainer.step()
@@ -73,7 +73,7 @@ def test_no_thread_of_the_group_is_left(failure, group):
     assert not distributed.is_initialized()
 
 
-def test_processes_that_begin_a_run_together_write_it_once(tmp_path, monkeypatch):
+def test_only_main_process_writes_run_json(tmp_path, monkeypatch):
     """All processes call this at the same time, so that only the main one may write."""
     checkpoints.claim_output(tmp_path, {"data": "a"})
     before = (tmp_path / "run.json").stat().st_mtime_ns

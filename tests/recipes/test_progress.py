@@ -12,7 +12,7 @@ from crosshead.recipes.trainer.callbacks import ReportProgress
 from toy_training import KNOCKING, metrics, toy_run
 
 
-def test_the_bar_tells_steps_loss_and_speed(monkeypatch):
+def test_progress_reports_steps_loss_and_speed(monkeypatch):
     clock, reports = [100.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     state = SimpleNamespace(global_step=6, max_steps=20, is_world_process_zero=True)
@@ -49,7 +49,7 @@ def trackio(monkeypatch):
     return module
 
 
-def test_a_run_reports_to_the_tracker_that_is_named(trackio, tmp_path):
+def test_run_reports_to_named_tracker(trackio, tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, 4, watch={"every": 2, "report_to": ("trackio",)})
     train(recipe)
     assert len(trackio.began) == len(trackio.ended) == 1
@@ -62,6 +62,6 @@ def test_a_run_reports_to_the_tracker_that_is_named(trackio, tmp_path):
     assert any("eval/loss" in line for line in trackio.logged)
 
 
-def test_nothing_is_reported_to_a_tracker_that_is_not_named(trackio, tmp_path):
+def test_run_does_not_report_to_unnamed_tracker(trackio, tmp_path):
     train(toy_run(KNOCKING, tmp_path, 2))
     assert trackio.began == trackio.logged == []

@@ -14,7 +14,7 @@ from toy_data import write_jsonl, write_parquet
 TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3
 
 
-def read(source):
+def read_all(source):
     """Return all texts, and the reports of progress."""
     reports = []
     return ["".join(document) for document in documents(source, None, reports.append)], reports
@@ -24,37 +24,37 @@ def source_of(path, kind, **options):
     return DataSource(str(path), kind, **options)
 
 
-def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
+def test_text_file_is_one_unchanged_document(tmp_path, monkeypatch):
     content = "Größe\r\n漢字 🙂\n" * 50
     (tmp_path / "a.txt").write_bytes(content.encode())
     for block in (1, 2, 3, 5, 1 << 20):  # multi-byte characters cross the blocks' borders
         monkeypatch.setattr(module, "BLOCK", block)
         source = source_of(tmp_path / "a.txt", "text")
-        texts, reports = read(source)
+        texts, reports = read_all(source)
         assert texts == [content]
         assert sum(reports) == total_size(source) == len(content.encode())
 
 
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
-def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
+def test_each_line_or_row_is_one_document(tmp_path, kind, write, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 4)
     write(tmp_path / "a", TEXTS, column="body")
     source = source_of(tmp_path / "a", kind, column="body")
-    texts, reports = read(source)
+    texts, reports = read_all(source)
     assert texts == TEXTS
     assert sum(reports) == total_size(source) == (tmp_path / "a").stat().st_size
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
+def test_leading_byte_order_mark_is_dropped(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "eins\ufeffzwei".encode())
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n')
     for block in (1, 2, 1 << 20):
         monkeypatch.setattr(module, "BLOCK", block)
-        assert read(source_of(tmp_path / "a.txt", "text"))[0] == ["eins\ufeffzwei"]
-    assert read(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
+        assert read_all(source_of(tmp_path / "a.txt", "text"))[0] == ["eins\ufeffzwei"]
+    assert read_all(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
 
 
-def test_linked_folders_are_read_once(tmp_path):
+def test_symlinked_folders_are_read_once(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "b.txt").write_text("b")
     (tmp_path / "d").mkdir()
@@ -68,46 +68,46 @@ def test_linked_folders_are_read_once(tmp_path):
     ]
 
 
-def test_lines_without_text(tmp_path):
+def test_json_lines_without_text_are_empty_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\r\n\n  \n{"text": null}\n{"other": 1, "text": "b"}')
-    assert read(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "", "b"]
+    assert read_all(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "", "b"]
 
 
-def test_a_parquet_column_may_hold_nothing(tmp_path):
+def test_parquet_null_is_empty_document(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a", None, "b"])
-    assert read(source_of(tmp_path / "a.parquet", "parquet"))[0] == ["a", "", "b"]
+    assert read_all(source_of(tmp_path / "a.parquet", "parquet"))[0] == ["a", "", "b"]
 
 
-def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
+def test_folder_and_glob_pattern_yield_sorted_files(tmp_path):
     for name in ("b.txt", "a/z.txt", "a/c.md", "d.jsonl", "a/b/e.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert read(source_of(tmp_path, "text"))[0] == ["a/b/e.txt", "a/z.txt", "b.txt"]
-    assert read(source_of(tmp_path / "**" / "*.md", "text"))[0] == ["a/c.md"]
-    assert read(source_of(tmp_path / "a" / "*", "text"))[0] == ["a/c.md", "a/z.txt"]
+    assert read_all(source_of(tmp_path, "text"))[0] == ["a/b/e.txt", "a/z.txt", "b.txt"]
+    assert read_all(source_of(tmp_path / "**" / "*.md", "text"))[0] == ["a/c.md"]
+    assert read_all(source_of(tmp_path / "a" / "*", "text"))[0] == ["a/c.md", "a/z.txt"]
     assert source_files(source_of(tmp_path, "jsonl")) == [tmp_path / "d.jsonl"]
 
 
-def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
+def test_file_name_with_glob_characters_is_read(tmp_path):
     (tmp_path / "a[1].txt").write_text("here")
-    assert read(source_of(tmp_path / "a[1].txt", "text"))[0] == ["here"]
+    assert read_all(source_of(tmp_path / "a[1].txt", "text"))[0] == ["here"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_dataset(tmp_path, monkeypatch, streaming):
+def test_hub_dataset_yields_documents_of_split(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "copy").mkdir()
     rows = [{"number": number, "body": text} for number, text in enumerate(TEXTS)]
     (tmp_path / "copy" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "copy" / "test.jsonl").write_text('{"number": 0, "body": "of the test"}\n')
     source = source_of(tmp_path / "copy", "hub", column="body", streaming=streaming)
-    texts, reports = read(source)
+    texts, reports = read_all(source)
     assert texts == TEXTS
     assert reports == [1] * len(TEXTS) and total_size(source) is None
-    assert read(source_of(tmp_path / "copy", "hub", column="body", split="test"))[0] == ["of the test"]
+    assert read_all(source_of(tmp_path / "copy", "hub", column="body", split="test"))[0] == ["of the test"]
 
 
-def test_what_is_asked_of_the_hub(monkeypatch):
+def test_hub_options_are_passed_to_load_dataset(monkeypatch):
     calls = []
 
     def load_dataset(*names, **options):
@@ -116,13 +116,13 @@ def test_what_is_asked_of_the_hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = source_of("organisation/set", "hub", subset="en", split="validation", revision="v1", streaming=True)
-    assert read(source)[0] == ["a"]
+    assert read_all(source)[0] == ["a"]
     assert calls == [
         (("organisation/set", "en"), {"split": "validation", "revision": "v1", "streaming": True}),
     ]
 
 
-def test_the_identity_changes_with_what_is_read(tmp_path):
+def test_source_fingerprint_changes_with_content_and_options(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ["a"])
     first = source_of(path, "jsonl")
@@ -145,7 +145,7 @@ def test_the_identity_changes_with_what_is_read(tmp_path):
     assert json.loads(json.dumps(source_fingerprint(first))) is not None
 
 
-def test_the_identity_of_a_copy_of_a_hub_dataset_is_that_of_its_files(tmp_path):
+def test_fingerprint_of_local_hub_dataset_follows_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     before = source_fingerprint(source_of(tmp_path, "hub"))
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])

@@ -7,7 +7,7 @@ from measure import processes, resume
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path):
+def test_killed_run_has_same_losses_batches_and_weights(tmp_path):
     recipe = resume.two_epochs(tmp_path, documents=40)
     report = resume.killed(recipe, tmp_path, kills=2, processes=1, seed=0)
     steps = recipe.steps
@@ -25,7 +25,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_processes_that_are_killed(tmp_path):
+def test_killed_run_of_two_processes_resumes_identically(tmp_path):
     recipe = resume.two_epochs(tmp_path, documents=40)
     report = resume.killed(recipe, tmp_path, kills=2, processes=2, seed=1)
     assert report["kills"] == 2 and report["weights_equal"]
@@ -35,7 +35,7 @@ def test_two_processes_that_are_killed(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mixture", "documents apart", "order of segments"])
-def test_a_step_is_the_same_however_it_is_divided(name, tmp_path):
+def test_losses_do_not_depend_on_number_of_processes(name, tmp_path):
     report = processes.compared(processes.recipes(tmp_path, steps=50)[name], tmp_path / "runs", name)
     assert report["steps"] == 50
     assert max(report["greatest_difference_of_losses"].values()) < 1e-5

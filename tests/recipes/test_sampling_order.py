@@ -33,13 +33,13 @@ PINNED_RUN = [(0, 2), (0, 3), (1, 1), (0, 1), (0, 0), (1, 2), (0, 4), (0, 4), (0
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 1000, 4097])
-def test_every_window_comes_once_in_an_epoch(count):
+def test_shuffle_is_a_permutation(count):
     for key in ("0 0 0", "0 0 1", "7 3 2"):
         assert sorted(shuffled(key, count, index) for index in range(count)) == list(range(count))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_every_order_is_as_likely_as_any_other(count):
+def test_shuffle_orders_are_equally_likely(count):
     orders = list(permutations(range(count)))
     counts = Counter(
         tuple(shuffled(f"{key}", count, index) for index in range(count)) for key in range(100 * len(orders))
@@ -49,7 +49,7 @@ def test_every_order_is_as_likely_as_any_other(count):
     assert spread < 3  # 1 is expected by chance
 
 
-def test_the_shuffling_leaves_no_trace_of_the_order():
+def test_shuffled_order_is_uncorrelated_with_original():
     count = 1000
     order = [shuffled("1 2 3", count, index) for index in range(count)]
     steps = Counter(after - before for before, after in pairwise(order))
@@ -58,7 +58,7 @@ def test_the_shuffling_leaves_no_trace_of_the_order():
     assert abs(mean - ((count - 1) / 2) ** 2) < 3 * count**1.5 / 12  # three deviations of an uncorrelated order
 
 
-def test_the_order_is_pinned():
+def test_sampling_order_equals_pinned_values():
     """The order may never change, since a run may be resumed with another version of crosshead."""
     assert [shuffled("0 0 0", 10, index) for index in range(10)] == PINNED_SHUFFLE
     assert {count: [shuffled("0 0 0", count, index) for index in range(3)] for count in PINNED_LARGE} == PINNED_LARGE
@@ -66,7 +66,7 @@ def test_the_order_is_pinned():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_shares_are_kept_to_within_one_at_every_moment(weights):
+def test_source_counts_stay_within_one_of_their_share(weights):
     turns = SourceOrder(weights)
     parts = [int(Fraction(str(weight)) * 100) for weight in weights]
     counts = [0] * len(weights)
@@ -78,20 +78,20 @@ def test_shares_are_kept_to_within_one_at_every_moment(weights):
             assert abs(count * sum(parts) - part * (index + 1)) < sum(parts)
 
 
-def test_only_the_ratio_of_weights_counts():
+def test_source_order_depends_only_on_weight_ratio():
     expected = [SourceOrder([2, 1, 1]).source(index) for index in range(50)]
     assert [SourceOrder([0.5, 0.25, 0.25]).source(index) for index in range(50)] == expected
     assert SourceOrder([2, 1, 1]).period == 4
     assert SourceOrder(TABLE_D).period == 9999 + 1
 
 
-def test_weights_that_never_repeat_are_refused():
+def test_weights_without_common_period_are_refused():
     with pytest.raises(RecipeError, match=r"0\.123456789") as caught:
         SourceOrder([0.123456789, 1])
     assert "\n" not in str(caught.value)
 
 
-def test_each_source_goes_through_its_windows_in_an_order_of_its_own_every_epoch():
+def test_each_source_shuffles_its_own_windows_every_epoch():
     order = SampleOrder([7, 4, 7], [3, 1, 3], seed=5)
     drawn = {source: [] for source in range(3)}
     for index in range(7 * 14):
@@ -105,7 +105,7 @@ def test_each_source_goes_through_its_windows_in_an_order_of_its_own_every_epoch
     assert drawn[0] != drawn[2]
 
 
-def test_any_sample_is_found_without_those_before_it():
+def test_sample_order_supports_random_access():
     sizes, weights = [1000, 33], [0.6, 0.4]
     whole = [SampleOrder(sizes, weights, seed=2).sample(index) for index in range(3000)]
     for index in random.Random(0).sample(range(3000), 200):
@@ -114,6 +114,6 @@ def test_any_sample_is_found_without_those_before_it():
     assert far[1] < sizes[far[0]]
 
 
-def test_another_seed_is_another_order():
+def test_different_seeds_give_different_orders():
     runs = [[SampleOrder([50], [1], seed).sample(index) for index in range(50)] for seed in (0, 1, 2**40)]
     assert runs[0] != runs[1] != runs[2] != runs[0]

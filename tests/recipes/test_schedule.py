@@ -24,18 +24,18 @@ def recipe_of(tmp_path, steps=9, **train):
         ({"warmup": 1.0, "steps": 2}, [1, 1]),
     ],
 )
-def test_by_hand(train, expected, tmp_path):
+def test_learning_rate_factors_equal_hand_computed_values(train, expected, tmp_path):
     recipe = recipe_of(tmp_path, **train)
     assert [learning_rate_factor(recipe, step) for step in range(recipe.steps)] == pytest.approx(expected, abs=1e-6)
 
 
-def test_nothing_behind_the_last_step(tmp_path):
+def test_learning_rate_after_last_step_is_final_ratio(tmp_path):
     """The scheduler also asks for the learning rate of one step after the last."""
     recipe = recipe_of(tmp_path)
     assert learning_rate_factor(recipe, recipe.steps) == pytest.approx(0.2)
 
 
-def test_the_optimizer_takes_it(tmp_path):
+def test_optimizer_uses_scheduled_learning_rate(tmp_path):
     recipe = recipe_of(tmp_path, steps=4, warmup=2.0)
     train(recipe)
     rates = [line["learning_rate"] for line in metrics(recipe) if "loss" in line]

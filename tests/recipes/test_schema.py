@@ -16,15 +16,15 @@ TRAIN = "train: {learning_rate: 1e-4, tokens: 6400, batch_tokens: 640}"
 CONFIG = "model: {tokenizer: somewhere, config: {model_type: crosshead_llama, %s}}"
 
 
-def written(folder: Path, *sections: str) -> Path:
+def write_recipe(folder: Path, *sections: str) -> Path:
     path = folder / "recipe.yaml"
     path.write_text("\n".join(["output: run", *sections]), encoding="utf-8")
     return path
 
 
-def test_values_are_typed_by_the_schema(tmp_path):
+def test_values_get_types_of_schema(tmp_path):
     recipe = load_recipe(
-        written(
+        write_recipe(
             tmp_path,
             PATH,
             "data: {sources: [{path: a, weight: 2}, {path: b, kind: jsonl}], length: 64, separate_documents: true}",
@@ -40,9 +40,9 @@ def test_values_are_typed_by_the_schema(tmp_path):
     assert recipe.checkpoints.keep == 2 and recipe.hub is None
 
 
-def test_a_configuration_keeps_the_key_on(tmp_path):
+def test_key_on_is_not_read_as_boolean(tmp_path):
     mixers = "mixers: {knocking: {on: [value], form: linear}, explicit: {norm: false}}, rms_norm_eps: 1e-5"
-    recipe = load_recipe(written(tmp_path, CONFIG % mixers, DATA, TRAIN))
+    recipe = load_recipe(write_recipe(tmp_path, CONFIG % mixers, DATA, TRAIN))
     assert recipe.model.config == {
         "model_type": "crosshead_llama",
         "mixers": {"knocking": {"on": ["value"], "form": "linear"}, "explicit": {"norm": False}},
@@ -51,13 +51,13 @@ def test_a_configuration_keeps_the_key_on(tmp_path):
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [("0", 0), ("0.05", 5), ("1", 1), ("30", 30)])
-def test_steps_are_counted_in_tokens(tmp_path, warmup, steps):
-    recipe = load_recipe(written(tmp_path, PATH, DATA, TRAIN), ["train.tokens=63_361", f"train.warmup={warmup}"])
+def test_steps_and_warmup_are_derived_from_tokens(tmp_path, warmup, steps):
+    recipe = load_recipe(write_recipe(tmp_path, PATH, DATA, TRAIN), ["train.tokens=63_361", f"train.warmup={warmup}"])
     assert (recipe.batch_size, recipe.steps, recipe.warmup_steps) == (10, 100, steps)
 
 
-def test_the_command_line_changes_any_key(tmp_path):
-    path = written(tmp_path, CONFIG % "mixers: {mixture: {active_heads: 4}}", DATA, TRAIN)
+def test_command_line_overrides_any_key(tmp_path):
+    path = write_recipe(tmp_path, CONFIG % "mixers: {mixture: {active_heads: 4}}", DATA, TRAIN)
     changes = [
         "train.learning_rate=1e-5",
         "data.sources.0.weight=3",
@@ -75,13 +75,13 @@ def test_the_command_line_changes_any_key(tmp_path):
     assert load_recipe(path, ["model.config.mixers={}"]).model.config["mixers"] == {}
 
 
-def test_a_shipped_recipe_has_a_name():
+def test_shipped_recipe_loads_by_name():
     assert load_recipe("small/smollm2_knocking") == load_recipe(RECIPES / "small/smollm2_knocking.yaml")
     assert load_recipe("small/smollm2_knocking.yaml").output == "runs/smollm2_knocking"
     assert len(shipped_recipes()) == len(list(RECIPES.glob("papers/*"))) + len(list(RECIPES.glob("small/*")))
 
 
-def test_the_example_loads(tmp_path):
+def test_readme_example_loads(tmp_path):
     (example,) = re.findall(r"```yaml\n(output.*?)```", (RECIPES / "README.md").read_text(), re.DOTALL)
     path = tmp_path / "example.yaml"
     path.write_text(example)
@@ -112,12 +112,12 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files_are_refused(tmp_path, case):
+def test_invalid_recipe_files_are_refused(tmp_path, case):
     sections, message = BAD_FILES[case]
-    refused(written(tmp_path, *sections), [], message)
+    assert_refused(write_recipe(tmp_path, *sections), [], message)
 
 
-def refused(path, changes, message):
+def assert_refused(path, changes, message):
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, changes)
     assert message in str(caught.value)
@@ -182,9 +182,9 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("change", BAD_VALUES)
-def test_bad_values_are_refused(tmp_path, change):
-    path = written(tmp_path, PATH, DATA, TRAIN)
-    assert str(path) in refused(path, [change], BAD_VALUES[change])
+def test_invalid_values_are_refused(tmp_path, change):
+    path = write_recipe(tmp_path, PATH, DATA, TRAIN)
+    assert str(path) in assert_refused(path, [change], BAD_VALUES[change])
 
 
 BAD_CHANGES = {
@@ -199,24 +199,26 @@ BAD_CHANGES = {
 
 
 @pytest.mark.parametrize("change", BAD_CHANGES)
-def test_bad_changes_are_refused(tmp_path, change):
-    refused(written(tmp_path, PATH, DATA, TRAIN), [change], BAD_CHANGES[change])
+def test_invalid_overrides_are_refused(tmp_path, change):
+    assert_refused(write_recipe(tmp_path, PATH, DATA, TRAIN), [change], BAD_CHANGES[change])
 
 
-def test_shipped_names_are_corrected():
+def test_misspelt_recipe_name_gets_a_suggestion():
     with pytest.raises(RecipeError, match=r"'small/smollm2_explict'.*'small/smollm2_explicit'"):
         load_recipe("small/smollm2_explict")
 
 
-def test_what_an_anchor_names_twice_changes_alone(tmp_path):
+def test_override_changes_only_one_use_of_a_yaml_anchor(tmp_path):
     data = "data: {length: 64, sources: [&one {path: a}, *one]}"
-    recipe = load_recipe(written(tmp_path, PATH, data, TRAIN), ["data.sources.0.weight=5"])
+    recipe = load_recipe(write_recipe(tmp_path, PATH, data, TRAIN), ["data.sources.0.weight=5"])
     assert [source.weight for source in recipe.data.sources] == [5, 1]
 
 
-def test_the_users_folder(tmp_path, monkeypatch):
+def test_leading_tilde_expands_to_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/users/somebody")
-    recipe = load_recipe(written(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"])
+    recipe = load_recipe(
+        write_recipe(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"]
+    )
     assert (recipe.model.path, recipe.output, recipe.data.cache) == (
         "/users/somebody/a",
         "/users/somebody/runs",
@@ -225,12 +227,12 @@ def test_the_users_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n- b", b"\xff\xfe\x00", b"just text", None])
-def test_files_that_are_no_recipe_are_refused(tmp_path, content):
+def test_non_recipe_files_are_refused(tmp_path, content):
     path = tmp_path / "recipe.yaml"
     if content is not None:
         path.write_bytes(content)
-    refused(path, [], str(path))
+    assert_refused(path, [], str(path))
 
 
-def test_the_shipped_schema_is_that_of_the_models():
+def test_shipped_json_schema_is_up_to_date():
     assert (RECIPES / "recipe.schema.json").read_text(encoding="utf-8") == json_schema(), "run `make tables`"

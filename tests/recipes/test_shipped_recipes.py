@@ -50,7 +50,7 @@ ACTIVE = {(32, 4): 880, (16, 8): 795, (32, 1): 859, (16, 16): 852}
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
 
 
-def kind_of(recipe):
+def auto_class(recipe):
     """Return the Auto class of a recipe's model."""
     return getattr(transformers, recipe.objective.auto_class)
 
@@ -59,38 +59,38 @@ def config_of(recipe):
     return model_config(recipe.model.config, recipe.objective)
 
 
-def parameters(recipe):
+def parameter_counts(recipe):
     with torch.device("meta"):
         model = objective_of(recipe).new_model(config_of(recipe))
     return {name: tensor.numel() for name, tensor in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_models_have_the_size_that_is_claimed(name):
+def test_parameter_counts_equal_claimed_sizes(name):
     claim, tolerance = PARAMETERS[max((start for start in PARAMETERS if name.startswith(start)), key=len)]
-    counted = sum(parameters(load_recipe(name)).values()) / 1e9
+    counted = sum(parameter_counts(load_recipe(name)).values()) / 1e9
     assert counted == pytest.approx(claim, abs=tolerance)
 
 
 @pytest.mark.parametrize("heads", ACTIVE)
-def test_knocking_heads_experts_have_the_active_parameters_of_every_row(heads):
+def test_knocking_moe_active_parameters_equal_paper_table(heads):
     changes = [f"model.config.num_attention_heads={heads[0]}", f"model.config.num_key_value_heads={heads[1]}"]
     recipe = load_recipe("papers/kha_moe_a0.8b_6.6b", [*changes, "model.config.mixers={}"])
     config = config_of(recipe)
     active = config.num_experts_per_tok / config.num_experts
-    counted = sum(count * (active if ".experts." in name else 1) for name, count in parameters(recipe).items())
+    counted = sum(count * (active if ".experts." in name else 1) for name, count in parameter_counts(recipe).items())
     assert round(counted / 1e6) == ACTIVE[heads]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_the_comments_say_to_set_can_be_set(name):
+def test_overrides_in_recipe_comments_are_valid(name):
     text = SHIPPED[name].read_text(encoding="utf-8")
     comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
     for change in re.findall(r"--set ((?:'[^']*'|[^\s',;])+)", comments):
         assert load_recipe(name, shlex.split(change)) != load_recipe(name)
 
 
-def commands(recipe):
+def convert_commands(recipe):
     """Return the words of each line of `model.convert`, split as a shell would."""
     text = (recipe.model.convert or "").replace("\\\n", " ")
     sequence = re.compile(r"\$\(seq -s\+ (\d+) (\d+)\)")
@@ -99,11 +99,11 @@ def commands(recipe):
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if load_recipe(name).model.path])
-def test_the_command_makes_the_model_that_is_expected(name):
+def test_convert_commands_make_the_expected_model(name):
     recipe = load_recipe(name)
     made = {}
     trained = {f"{load_recipe(other).output}/{MODEL}" for other in SHIPPED if other != name}
-    for program, command, *arguments in commands(recipe):
+    for program, command, *arguments in convert_commands(recipe):
         assert program == "crosshead"
         context = typer.main.get_command(app).commands[command].make_context(command, arguments)
         input_path = context.params["source" if command == "convert" else "model"]
@@ -122,7 +122,7 @@ def test_the_command_makes_the_model_that_is_expected(name):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_toys_keep_the_structure(name, tmp_path):
+def test_toy_recipe_keeps_model_structure(name, tmp_path):
     recipe = load_recipe(name)
     small = toy(recipe, tmp_path)
     config, large = config_of(small), config_of(recipe)
@@ -136,7 +136,7 @@ def test_toys_keep_the_structure(name, tmp_path):
     if small.model.path is None:
         model = objective_of(small).new_model(config)
     else:
-        model = kind_of(small).from_pretrained(small.model.path)
+        model = auto_class(small).from_pretrained(small.model.path)
     assert model.num_parameters() < 1_000_000
     if recipe.objective.name == "noise":
         assert (small.model.vae is None) == (recipe.model.vae is None)
@@ -151,7 +151,7 @@ def test_toys_keep_the_structure(name, tmp_path):
     assert (output.aux_loss is not None) == bool(recipe.model.config.get("output_router_logits"))
 
 
-def test_toys_keep_which_layers_are_changed():
+def test_toy_config_keeps_layer_selection_of_mechanisms():
     content = {
         "model_type": "crosshead_llama",
         "num_hidden_layers": 8,
@@ -167,7 +167,7 @@ def test_toys_keep_which_layers_are_changed():
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_toys_of_latent_models_are_small(version):
+def test_toy_config_of_deepseek_is_small(version):
     content = {"model_type": f"crosshead_deepseek_v{version}", "num_experts_per_tok": 6, "mixers": {"knocking": {}}}
     config = model_config(toy_config(content, 257))
     with torch.device("meta"):
@@ -178,7 +178,7 @@ def test_toys_of_latent_models_are_small(version):
     assert model.to_empty(device="cpu")(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 3, 257)
 
 
-def test_toys_leave_random_numbers_alone(tmp_path):
+def test_toy_keeps_random_state(tmp_path):
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_toys_leave_random_numbers_alone(tmp_path):
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
-def test_accelerate_understands_its_configurations(path):
+def test_accelerate_loads_shipped_configurations(path):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     launch = pytest.importorskip("accelerate.commands.launch")
     config = config_args.load_config_from_file(str(path))
@@ -199,5 +199,5 @@ def test_accelerate_understands_its_configurations(path):
         assert set(content.get(section, {})) <= set(known)
 
 
-def test_there_are_recipes_of_every_kind():
+def test_number_of_shipped_recipes():
     assert len(SHIPPED) == 36 and len(ACCELERATE) == 4

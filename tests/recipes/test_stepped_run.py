@@ -5,7 +5,7 @@ import pytest
 from crosshead.recipes.bench_train import SteppedRun
 
 
-def counting(made, steps=3):
+def counting_run(made, steps=3):
     def run(rest):
         try:
             for step in range(steps):
@@ -18,9 +18,9 @@ def counting(made, steps=3):
     return run
 
 
-def test_a_step_is_made_when_it_is_asked_for_and_only_then():
+def test_each_call_of_step_makes_exactly_one_step():
     one, other = [], []
-    with SteppedRun(counting(one)) as first, SteppedRun(counting(other)) as second:
+    with SteppedRun(counting_run(one)) as first, SteppedRun(counting_run(other)) as second:
         assert one == other == []
         first.step()
         assert (one, other) == ([0], [])
@@ -30,16 +30,16 @@ def test_a_step_is_made_when_it_is_asked_for_and_only_then():
     assert (one, other) == ([0, 1, "left"], [0, "left"])
 
 
-def test_a_run_nobody_asks_never_begins():
+def test_run_without_step_calls_never_starts():
     made = []
-    with SteppedRun(counting(made)):
+    with SteppedRun(counting_run(made)):
         pass
     assert made == []
 
 
-def test_more_steps_than_there_are():
+def test_step_after_end_of_run_raises():
     made = []
-    with SteppedRun(counting(made, steps=1)) as run:
+    with SteppedRun(counting_run(made, steps=1)) as run:
         run.step()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="step"):
@@ -47,7 +47,7 @@ def test_more_steps_than_there_are():
     assert made == [0, "end", "left"]
 
 
-def test_a_failure_reaches_whoever_asks_for_the_step():
+def test_error_in_run_is_raised_by_step():
     def run(rest):
         rest()
         raise MemoryError("of the second step")
@@ -59,9 +59,9 @@ def test_a_failure_reaches_whoever_asks_for_the_step():
                 fails.step()
 
 
-def test_ctrl_c_ends_the_run_behind_its_step():
+def test_keyboard_interrupt_ends_the_run():
     made = []
-    with pytest.raises(KeyboardInterrupt), SteppedRun(counting(made)) as run:
+    with pytest.raises(KeyboardInterrupt), SteppedRun(counting_run(made)) as run:
         run.step()
         raise KeyboardInterrupt
     assert made == [0, "left"]

@@ -22,7 +22,7 @@ from training_sessions import Run
 DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
 
 
-def when(step, act):
+def callback_after_step(step, act):
     """Return a progress callback that calls `act` once, after a step."""
     done_already = []
 
@@ -35,11 +35,11 @@ def when(step, act):
 
 
 @pytest.mark.parametrize("number", first([signal.SIGTERM, signal.SIGINT]))
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path):
+def test_signalled_run_saves_checkpoint_and_resumes_identically(number, tmp_path):
     whole, recipe = (toy_run(LORA, tmp_path / name, 5, train=DROPOUT) for name in ("whole", "stopped"))
     train(whole)
     before = signal.getsignal(number)
-    outcome = train(recipe, when(2, lambda: os.kill(os.getpid(), number)))
+    outcome = train(recipe, callback_after_step(2, lambda: os.kill(os.getpid(), number)))
     assert (outcome.step, outcome.steps, outcome.stopped_by, outcome.model) == (3, 5, number, None)
     assert [step_of(path) for path in checkpoints(Path(recipe.output))] == [3, 2]
     assert signal.getsignal(number) == before
@@ -55,7 +55,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path):
 
 
 @pytest.mark.parametrize("last", first([False, True]))
-def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
+def test_signal_during_evaluation_stops_with_checkpoint(last, tmp_path, monkeypatch):
     """The evaluation ends with a checkpoint of the step before it; after the last step a signal has no effect."""
     watch = {"evaluate_every": 3, "every": 2}
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
@@ -88,21 +88,23 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
     assert all(weights(recipe)[name].equal(part) for name, part in weights(whole).items())
 
 
-def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
+def test_signal_in_last_step_is_ignored(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, 3)
-    outcome = train(recipe, when(3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    outcome = train(recipe, callback_after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert outcome.model and outcome.stopped_by is None
 
 
 @pytest.mark.parametrize("number", first([signal.SIGTERM, signal.SIGINT]))
-def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
+def test_stopped_command_prints_message_and_exit_status(number, tmp_path, monkeypatch, capfd):
     from crosshead.recipes import train as module
 
     recipe = toy_run(KNOCKING, tmp_path)
     monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     real = module.train
     monkeypatch.setattr(
-        module, "train", lambda requested, show: real(requested, when(2, lambda: os.kill(os.getpid(), number)))
+        module,
+        "train",
+        lambda requested, show: real(requested, callback_after_step(2, lambda: os.kill(os.getpid(), number))),
     )
     status, out, err = run_command(capfd, monkeypatch, f"train {KNOCKING} --toy {tmp_path}")
     assert (status, out) == (128 + number, "")
@@ -111,7 +113,7 @@ def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
     assert not any(line.startswith("crosshead: ") for line in progress)
 
 
-def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
+def test_repeated_signal_restores_previous_handler(monkeypatch):
     """Within two seconds it counts as the same signal: a launcher forwards signals that its processes get anyway."""
     clock, times = [50.0], []
 
@@ -134,7 +136,7 @@ def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(monkeypatch):
+def test_signal_during_process_sync_stops_at_next_step(monkeypatch):
     request, control = StopOnSignal(), SimpleNamespace(should_training_stop=False)
     state = SimpleNamespace(global_step=1, max_steps=9)
 
@@ -150,7 +152,7 @@ def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(mo
             assert control.should_training_stop is stops
 
 
-def test_a_thread_listens_to_nobody():
+def test_signal_listening_works_in_a_thread():
     done = []
 
     def listen():
@@ -164,7 +166,7 @@ def test_a_thread_listens_to_nobody():
 
 
 @pytest.mark.distributed
-def test_all_processes_stop_together_and_one_goes_on(tmp_path):
+def test_two_processes_stop_together_and_resume_as_one(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40, train={"micro_batch": 2})
     train(recipe)
     stopped = Run(recipe, tmp_path, "stopped")
@@ -176,7 +178,7 @@ def test_all_processes_stop_together_and_one_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_error_of_several_processes_has_its_own_status(tmp_path):
+def test_error_in_several_processes_exits_with_status_one(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40)
     run = Run(recipe, tmp_path, "refused")
     assert run.end(2, f"model.path={tmp_path / 'nowhere'}") == [1, 1]

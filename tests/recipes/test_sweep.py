@@ -47,7 +47,7 @@ def losses_of(rate, noise=0.02):
     return values.tolist()
 
 
-def write(run, losses, evaluate_every=10):
+def write_metrics(run, losses, evaluate_every=10):
     """Write the metrics file of a run with these losses."""
     folder = Path(run.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write(run, losses, evaluate_every=10):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-class Trainer:
+class FakeTrainer:
     """A fake `train` that writes the losses of a curve; runs may diverge or be stopped."""
 
     def __init__(self, diverges=(), stopped=()):
@@ -71,24 +71,24 @@ class Trainer:
             self.stopped.discard(rate)
             return Outcome(50, STEPS, 15, None, {})
         if rate in self.diverges:
-            write(run, losses_of(rate)[:80])
+            write_metrics(run, losses_of(rate)[:80])
             raise DivergedError("the loss is nan at step 81: start again with a lower train.learning_rate")
-        write(run, losses_of(rate))
+        write_metrics(run, losses_of(rate))
         return Outcome(STEPS, STEPS, None, Path(run.output) / "model", {})
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def fake_trainer(monkeypatch):
     def made(**options):
-        stand_in = Trainer(**options)
+        stand_in = FakeTrainer(**options)
         monkeypatch.setattr(module, "train", stand_in)
         return stand_in
 
     return made
 
 
-def test_the_largest_stable_rate_is_chosen(recipe, trainer):
-    stand_in = trainer(diverges=[3e-3])
+def test_sweep_chooses_largest_stable_rate(recipe, fake_trainer):
+    stand_in = fake_trainer(diverges=[3e-3])
     reports = []
     report = sweep(recipe, lambda *progress: reports.append(progress))
     assert stand_in.rates == [1e-4, 1e-3, 3e-3]
@@ -104,7 +104,7 @@ def test_the_largest_stable_rate_is_chosen(recipe, trainer):
     assert json.loads((Path(recipe.output) / REPORT).read_text()) == json.loads(json.dumps(report))
 
 
-def test_runs_differ_in_their_rate_and_folder_alone(recipe):
+def test_sweep_runs_differ_only_in_rate_and_output(recipe):
     first, second, third = sweep_runs(recipe)
     assert [each.train.learning_rate for each in (first, second, third)] == [1e-4, 1e-3, 3e-3]
     assert Path(second.output) == Path(recipe.output) / "rate_0.001"
@@ -112,24 +112,24 @@ def test_runs_differ_in_their_rate_and_folder_alone(recipe):
     assert same == first and first.sweep is None
 
 
-def test_a_sweep_goes_on_where_it_stopped(recipe, trainer):
-    trainer(diverges=[1e-3], stopped=[3e-3])
+def test_stopped_sweep_resumes_without_diverged_runs(recipe, fake_trainer):
+    fake_trainer(diverges=[1e-3], stopped=[3e-3])
     assert sweep(recipe)["stopped_by"] == 15
-    again = trainer(diverges=[1e-3])
+    again = fake_trainer(diverges=[1e-3])
     report = sweep(recipe)
     assert again.rates == [1e-4, 3e-3]  # a finished run ends at once; one that diverged is not tried again
     assert report["chosen"] == 3e-3 and not report["runs"][1]["stable"]
 
 
-def test_another_recipe_tries_again_what_diverged(recipe, trainer):
-    trainer(diverges=[1e-3])
+def test_changed_recipe_repeats_diverged_runs(recipe, fake_trainer):
+    fake_trainer(diverges=[1e-3])
     sweep(recipe)
-    again = trainer()
+    again = fake_trainer()
     report = sweep(replace(recipe, train=replace(recipe.train, gradient_clipping=0.1)))
     assert 1e-3 in again.rates and report["runs"][1]["stable"]
 
 
-def test_other_errors_are_errors(recipe, monkeypatch):
+def test_errors_other_than_divergence_are_raised(recipe, monkeypatch):
     def full(run, progress):
         raise RecipeError("lower train.learning_rate, or the checkpoint could not be written")
 
@@ -138,19 +138,19 @@ def test_other_errors_are_errors(recipe, monkeypatch):
         sweep(recipe)
 
 
-def test_no_rate_may_be_stable(recipe, trainer):
-    trainer(diverges=[1e-4, 1e-3, 3e-3])
+def test_sweep_without_stable_rate_chooses_none(recipe, fake_trainer):
+    fake_trainer(diverges=[1e-4, 1e-3, 3e-3])
     report = sweep(recipe)
     assert report["chosen"] is None
     assert len(list(ElementTree.parse(Path(recipe.output) / PICTURE).iter(f"{SVG}text"))) > 3
 
 
-def test_without_rates(recipe):
+def test_sweep_without_rates_is_refused(recipe):
     with pytest.raises(RecipeError, match="sweep"):
         sweep(replace(recipe, sweep=None))
 
 
-def test_the_command_without_rates_writes_no_toy(tmp_path, monkeypatch, capfd):
+def test_sweep_command_without_rates_writes_no_toy(tmp_path, monkeypatch, capfd):
     status, _, err = run(capfd, monkeypatch, f"sweep small/smollm2_knocking --toy {tmp_path / 'toy'}")
     assert status == 1 and "`sweep`" in err
     assert not (tmp_path / "toy").exists()
@@ -174,15 +174,15 @@ def attempt(rate, fitted, error=0.001, stable=True):
         ([attempt(1, 3.0, stable=False)], None, None),
     ],
 )
-def test_choosing(tries, chosen, better):
+def test_choose_largest_stable_and_better_rate(tries, chosen, better):
     result = choose(tries)
     assert [each.learning_rate if each else None for each in result] == [chosen, better]
 
 
-def test_a_lower_loss_at_a_smaller_rate_is_told(recipe, monkeypatch):
+def test_report_names_smaller_rate_with_lower_loss(recipe, monkeypatch):
     def stand_in(run, progress):
         rate = run.train.learning_rate
-        write(run, losses_of(1e-3 if rate == 3e-3 else 3e-3 if rate == 1e-3 else rate))
+        write_metrics(run, losses_of(1e-3 if rate == 3e-3 else 3e-3 if rate == 1e-3 else rate))
         return Outcome(STEPS, STEPS, None, Path(run.output) / "model", {})
 
     monkeypatch.setattr(module, "train", stand_in)
@@ -195,65 +195,65 @@ def test_a_lower_loss_at_a_smaller_rate_is_told(recipe, monkeypatch):
     assert {"chosen", "stable"} <= {text.text for text in texts}
 
 
-def test_a_loss_that_does_not_come_back_is_not_stable(recipe):
+def test_spike_is_stable_but_lasting_rise_is_not(recipe):
     run = sweep_runs(recipe)[0]
     losses = losses_of(1e-3)
     passed = [*losses[:100], 8.0, 7.0, 6.0, *losses[103:]]
     risen = losses[:150] + [loss + 1.0 for loss in losses[150:]]
     for values, rises, spiked in ((losses, False, False), (passed, False, True), (risen, True, True)):
-        write(run, values)
+        write_metrics(run, values)
         assert (final_rise(run) > 0.5) == rises and (final_rise(run) == 0) == (not rises)
         assert (count_spikes(run) > 0) == spiked
         assert module.judge(run, TRAINING, None).stable == (not rises)
 
 
 @pytest.mark.parametrize("steps", (STEPS, 6))
-def test_a_loss_that_ends_above_its_first_is_not_stable(recipe, steps):
+def test_loss_that_ends_above_first_loss_is_a_rise(recipe, steps):
     """Even if it falls from a peak in the first steps, or has too few steps for windows."""
     chance = np.random.default_rng(0)
     run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
-    write(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
+    write_metrics(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
     assert final_rise(run) > 1
 
 
-def test_noise_is_no_rise(recipe):
+def test_noisy_flat_loss_is_no_rise(recipe):
     run = sweep_runs(recipe)[0]
     for seed in range(20):
-        write(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
+        write_metrics(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
         assert final_rise(run) == 0
 
 
-def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
-    stand_in = trainer()
+def test_sweep_with_too_few_steps_starts_no_run(recipe, fake_trainer):
+    stand_in = fake_trainer()
     with pytest.raises(RecipeError, match=r"\b1\b.*\b11\b"):
         sweep(replace(recipe, train=replace(recipe.train, tokens=(WARMUP + 1) * 1024)))
     assert stand_in.rates == []
 
 
-def test_curves_begin_behind_the_warmup(recipe):
+def test_loss_curve_starts_after_warmup(recipe):
     run = sweep_runs(recipe)[0]
-    write(run, losses_of(1e-3))
+    write_metrics(run, losses_of(1e-3))
     assert loss_curve(run, TRAINING).tokens == tuple(1024 * step for step in range(WARMUP + 1, STEPS + 1))
     held_out = loss_curve(run, HELD_OUT)
     assert held_out.tokens[0] == 1024 * 20 and held_out.losses[0] == losses_of(1e-3)[19] + 0.5
 
 
-def test_which_loss_is_fitted(recipe):
+def test_loss_kind_is_held_out_only_with_enough_evaluations(recipe):
     assert loss_kind(recipe) == HELD_OUT
     assert loss_kind(replace(recipe, watch=replace(recipe.watch, evaluate_every=50))) == TRAINING
     assert loss_kind(replace(recipe, watch=replace(recipe.watch, evaluate_every=None))) == TRAINING
 
 
-def test_too_few_losses_for_a_curve(recipe, trainer):
-    trainer()
+def test_sweep_with_too_few_losses_is_refused(recipe, fake_trainer):
+    fake_trainer()
     with pytest.raises(RecipeError, match="tokens"):
         sweep(
             replace(recipe, train=replace(recipe.train, warmup=197), watch=replace(recipe.watch, evaluate_every=None))
         )
 
 
-def test_the_picture(recipe, trainer):
-    trainer(diverges=[3e-3])
+def test_sweep_plot_shows_rates_and_curves(recipe, fake_trainer):
+    fake_trainer(diverges=[3e-3])
     sweep(recipe)
     picture = ElementTree.parse(Path(recipe.output) / PICTURE)
     texts = [text.text for text in picture.iter(f"{SVG}text")]
@@ -266,7 +266,7 @@ def test_the_picture(recipe, trainer):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, monkeypatch, capfd):
+def test_sweep_command_prints_report_and_writes_files(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = f"sweep {NAME} --toy toy --set sweep.learning_rates=[3e-3,1e2]"
     status, out, err = run(capfd, monkeypatch, command)

@@ -28,7 +28,7 @@ def recipe(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_logits(tmp_path_factory):
     """A recipe with a teacher, and the folder of the teacher's saved logits."""
     folder = tmp_path_factory.mktemp("saved")
     recipe = toy_run(MIXTURE, folder)
@@ -37,9 +37,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def stored(saved, tmp_path):
+def recipe_with_logits(saved_logits, tmp_path):
     """A recipe that distils from a copy of the saved logits, with an output folder of its own."""
-    recipe, logits = saved
+    recipe, logits = saved_logits
     shutil.copytree(logits, tmp_path / "logits")
     return replace(from_disk(recipe, tmp_path / "logits"), output=str(tmp_path / "from-disk"))
 
@@ -61,7 +61,7 @@ def with_teacher(recipe):
 
 
 @torch.no_grad()
-def test_they_are_the_teachers_highest(recipe, tmp_path):
+def test_saved_logits_are_highest_log_probs_of_teacher(recipe, tmp_path):
     reports = []
     save_teacher(recipe, tmp_path / "logits", lambda *progress: reports.append(progress))
     stored = with_teacher(from_disk(recipe, tmp_path / "logits"))
@@ -80,7 +80,7 @@ def test_they_are_the_teachers_highest(recipe, tmp_path):
     ]
 
 
-def test_learning_from_all_of_it_is_learning_from_the_teacher(recipe, tmp_path, monkeypatch):
+def test_losses_from_complete_saved_logits_equal_live_teacher(recipe, tmp_path, monkeypatch):
     train(recipe)
     monkeypatch.setattr(module, "HIGHEST", 1000)
     save_teacher(recipe, tmp_path / "logits")
@@ -90,8 +90,8 @@ def test_learning_from_all_of_it_is_learning_from_the_teacher(recipe, tmp_path, 
     assert losses(stored) != losses(recipe)
 
 
-def test_learning_from_it_goes_on_as_any_run(stored, tmp_path):
-    whole, killed = (replace(stored, output=str(tmp_path / name)) for name in ("whole", "killed"))
+def test_resumed_run_from_saved_logits_is_bitwise_equal(recipe_with_logits, tmp_path):
+    whole, killed = (replace(recipe_with_logits, output=str(tmp_path / name)) for name in ("whole", "killed"))
     train(whole)
     resumed(killed, 1, 3)
     assert losses(killed) == losses(whole)
@@ -99,24 +99,26 @@ def test_learning_from_it_goes_on_as_any_run(stored, tmp_path):
     assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-def test_another_teacher_is_refused_in_the_middle(stored, tmp_path):
-    killed(stored, 3)
+def test_resume_with_logits_of_another_teacher_is_refused(recipe_with_logits, tmp_path):
+    killed(recipe_with_logits, 3)
     record = tmp_path / "logits" / "logits.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"teacher": "another"}))
     with pytest.raises(RecipeError, match=r"weights of distillation\.logits=.*'another'"):
-        train(stored)
+        train(recipe_with_logits)
 
 
-def test_a_shorter_run_may_use_them(stored):
-    shorter = replace(stored, train=replace(stored.train, tokens=2 * stored.train.batch_tokens))
+def test_shorter_run_can_use_saved_logits(recipe_with_logits):
+    shorter = replace(
+        recipe_with_logits, train=replace(recipe_with_logits.train, tokens=2 * recipe_with_logits.train.batch_tokens)
+    )
     assert train(shorter).steps == 2
 
 
-def longer(recipe):
+def longer_run(recipe):
     return replace(recipe, train=replace(recipe.train, tokens=9 * recipe.train.batch_tokens))
 
 
-def edited(**changes):
+def edit_record(**changes):
     def edit(folder):
         path = folder / "logits.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -127,45 +129,45 @@ def edited(**changes):
 @pytest.mark.parametrize(
     ("damage", "change", "words"),
     [
-        (None, longer, r"16 samples.*36"),
+        (None, longer_run, r"16 samples.*36"),
         (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"seed=0.*7"),
         (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), "data='"),
         (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation\.logits=nowhere"),
-        (edited(vocabulary=1000), None, "1000 tokens.*257"),
-        (edited(shape=[99, 64, 64]), None, r"distillation\.logits="),
-        (edited(shape=None), None, r"distillation\.logits="),
+        (edit_record(vocabulary=1000), None, "1000 tokens.*257"),
+        (edit_record(shape=[99, 64, 64]), None, r"distillation\.logits="),
+        (edit_record(shape=None), None, r"distillation\.logits="),
         (lambda folder: (folder / "logits.json").write_text("{"), None, r"distillation\.logits="),
         (lambda folder: (folder / "logits.json").write_text("[]"), None, r"distillation\.logits="),
         (lambda folder: (folder / "indices").write_bytes(b"1234"), None, r"distillation\.logits="),
     ],
 )
-def test_what_does_not_belong_is_refused(damage, change, words, stored, tmp_path):
+def test_mismatched_or_damaged_logits_are_refused(damage, change, words, recipe_with_logits, tmp_path):
     if damage is not None:
         damage(tmp_path / "logits")
     with pytest.raises(RecipeError, match=words) as caught:
-        train(change(stored) if change is not None else stored)
+        train(change(recipe_with_logits) if change is not None else recipe_with_logits)
     assert "\n" not in str(caught.value)
 
 
-def test_logits_without_a_weight_are_not_saved(recipe, tmp_path):
+def test_saving_logits_with_weight_zero_is_refused(recipe, tmp_path):
     with pytest.raises(RecipeError, match=r"distillation\.weight=0"):
         save_teacher(replace(recipe, distillation=replace(recipe.distillation, weight=0)), tmp_path / "logits")
     assert not (tmp_path / "logits").exists()
 
 
-def test_nothing_is_overwritten(recipe, tmp_path):
+def test_saving_logits_into_existing_folder_is_refused(recipe, tmp_path):
     (tmp_path / "letters").mkdir()
     with pytest.raises(RecipeError, match="letters"):
         save_teacher(recipe, tmp_path / "letters")
 
 
-def test_no_teacher(tmp_path):
+def test_saving_logits_without_teacher_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(toy_run(KNOCKING, tmp_path), tmp_path / "logits")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_what_is_not_finished_is_not_there(error, recipe, tmp_path):
+def test_interrupted_saving_leaves_no_logits(error, recipe, tmp_path):
     def ends(stage, done, total, message=""):
         if stage == "teacher" and done == 6:
             raise error
@@ -176,7 +178,7 @@ def test_what_is_not_finished_is_not_there(error, recipe, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "logits" in path.name]
 
 
-def test_by_command(recipe, tmp_path, monkeypatch, capfd):
+def test_save_teacher_command_writes_logits_once(recipe, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     command = f"train {MIXTURE} --toy {tmp_path} --save-teacher {tmp_path / 'logits'}"
     assert run_command(capfd, monkeypatch, command)[:2] == (0, f"wrote {tmp_path / 'logits'}\n")
@@ -186,7 +188,7 @@ def test_by_command(recipe, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_a_toy_learns_from_what_a_toy_has_written(tmp_path, monkeypatch, capfd):
+def test_toy_trains_on_logits_saved_by_toy_command(tmp_path, monkeypatch, capfd):
     logits = tmp_path / "logits"
     command = f"train {MIXTURE} --toy {tmp_path} --set distillation.weight=0.9 --set distillation.transfer_steps=0"
     assert run_command(capfd, monkeypatch, f"{command} --save-teacher {logits}")[0] == 0

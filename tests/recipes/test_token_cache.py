@@ -42,15 +42,15 @@ def source(tmp_path):
     return DataSource(str(write_jsonl(tmp_path / "a.jsonl", toy_texts(300))), "jsonl")
 
 
-def content(cache):
+def file_contents(cache):
     return {path.name: path.read_bytes() for path in cache.folder.iterdir()}
 
 
-def folders(root):
+def folder_names(root):
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
-def test_a_source_is_tokenised_once(source, encoder, tmp_path):
+def test_second_open_reuses_token_cache(source, encoder, tmp_path):
     reports = []
     first = open_cache(source, encoder, 0.1, tmp_path / "x" / "y", lambda *progress: reports.append(progress))
     calls, size = encoder.calls, (tmp_path / "a.jsonl").stat().st_size
@@ -63,19 +63,19 @@ def test_a_source_is_tokenised_once(source, encoder, tmp_path):
     assert not training.tokens.flags.writeable
 
 
-def test_an_empty_part_is_empty(source, encoder, tmp_path):
+def test_cache_without_held_out_share_has_empty_part(source, encoder, tmp_path):
     held_out = open_cache(source, encoder, 0.0, tmp_path / "cache").stream(HELD_OUT)
     assert (len(held_out.tokens), len(held_out.ends)) == (0, 0)
 
 
-def test_other_settings_have_another_folder(source, encoder, tmp_path):
+def test_changed_settings_or_source_get_another_cache_folder(source, encoder, tmp_path):
     root = tmp_path / "cache"
     made = [open_cache(source, encoder, 0.0, root)]
     made += [open_cache(source, encoder, 0.1, root)]
     made += [open_cache(source, TokenEncoder(separating_tokenizer(80), 80), 0.0, root)]
     write_jsonl(tmp_path / "a.jsonl", [*toy_texts(299), "w1"])
     made += [open_cache(source, encoder, 0.0, root)]
-    assert folders(root) == sorted(cache.folder.name for cache in made)
+    assert folder_names(root) == sorted(cache.folder.name for cache in made)
     assert len({cache.folder for cache in made}) == 4
     assert made[0].parts[TRAINING].digest != made[3].parts[TRAINING].digest
 
@@ -90,52 +90,52 @@ DAMAGE = {
     "record empty": lambda folder: (folder / "cache.json").write_text("{}"),
     "record is a list": lambda folder: (folder / "cache.json").write_text("[]"),
     "record is no text": lambda folder: (folder / "cache.json").write_bytes(b"\xff\xfe"),
-    "record says more": lambda folder: edit(folder / "cache.json"),
+    "record says more": lambda folder: overstate_token_count(folder / "cache.json"),
 }
 
 
-def edit(path):
+def overstate_token_count(path):
     record = json.loads(path.read_text())
     record["parts"][TRAINING]["tokens"] += 1
     path.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_cache_is_noticed_and_made_again(source, encoder, tmp_path, damage, caplog):
+def test_damaged_cache_is_rebuilt(source, encoder, tmp_path, damage, caplog):
     first = open_cache(source, encoder, 0.1, tmp_path / "cache")
-    before = content(first)
+    before = file_contents(first)
     damage(first.folder)
-    assert content(first) != before
+    assert file_contents(first) != before
     again = open_cache(source, encoder, 0.1, tmp_path / "cache")
-    assert content(again) == before
+    assert file_contents(again) == before
     assert "damaged" in caplog.text
 
 
-def test_a_failure_leaves_nothing(source, tmp_path):
+def test_failed_tokenising_leaves_no_cache_folder(source, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [*toy_texts(20), "w70"])
     with pytest.raises(RecipeError, match="token 70"):
         open_cache(source, TokenEncoder(separating_tokenizer(80), 61), 0.0, tmp_path / "cache")
-    assert folders(tmp_path / "cache") == []
+    assert folder_names(tmp_path / "cache") == []
 
 
-def test_a_folder_that_cannot_be_written(source, encoder, tmp_path):
+def test_unwritable_cache_folder_is_refused(source, encoder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match="cache") as caught:
         open_cache(source, encoder, 0.0, tmp_path / "file" / "cache")
     assert "\n" not in str(caught.value)
 
 
-def test_a_full_disk(source, encoder, tmp_path, monkeypatch):
+def test_full_disk_is_refused_and_leaves_no_cache_folder(source, encoder, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenising.PartWriter, "end_document", full)
     with pytest.raises(RecipeError, match="No space left"):
         open_cache(source, encoder, 0.0, tmp_path / "cache")
-    assert folders(tmp_path / "cache") == []
+    assert folder_names(tmp_path / "cache") == []
 
 
-def test_disk_without_locks(source, encoder, tmp_path, monkeypatch, caplog):
+def test_concurrent_builds_without_file_locks_publish_one_cache(source, encoder, tmp_path, monkeypatch, caplog):
     """Another process builds the same cache meanwhile: both work, and one of them is published."""
 
     def refused(*_):
@@ -148,15 +148,15 @@ def test_disk_without_locks(source, encoder, tmp_path, monkeypatch, caplog):
             return super().encode(texts)
 
     other = []
-    whole = content(open_cache(source, encoder, 0.1, tmp_path / "whole"))
+    whole = file_contents(open_cache(source, encoder, 0.1, tmp_path / "whole"))
     monkeypatch.setattr(fcntl, "flock", refused)
     made = open_cache(source, Slow(separating_tokenizer(), 61), 0.1, tmp_path / "cache")
-    assert [made] == other and content(made) == whole
-    assert folders(tmp_path / "cache") == [made.folder.name]
+    assert [made] == other and file_contents(made) == whole
+    assert folder_names(tmp_path / "cache") == [made.folder.name]
     assert "cannot be locked" in caplog.text
 
 
-def building(source, root, delay, die_after=None):
+def build_slowly(source, root, delay, die_after=None):
     """Build a cache slowly; exit abruptly after `die_after` batches."""
 
     class Slow(TokenEncoder):
@@ -180,29 +180,29 @@ def building(source, root, delay, die_after=None):
 
 @forks
 @pytest.mark.parametrize("die_after", [0, 1, 20])
-def test_a_process_that_dies_leaves_nothing_that_passes_for_complete(source, encoder, tmp_path, die_after):
-    whole = content(open_cache(source, encoder, 0.1, tmp_path / "whole"))
+def test_killed_builder_leaves_no_complete_cache(source, encoder, tmp_path, die_after):
+    whole = file_contents(open_cache(source, encoder, 0.1, tmp_path / "whole"))
     root = tmp_path / "cache"
     root.mkdir()
-    child = fork.Process(target=building, args=(source, root, 0, die_after))
+    child = fork.Process(target=build_slowly, args=(source, root, 0, die_after))
     child.start()
     child.join()
     assert child.exitcode == 9
-    assert [name for name in folders(root) if not name.startswith(".")] == []
+    assert [name for name in folder_names(root) if not name.startswith(".")] == []
     cache = open_cache(source, encoder, 0.1, root)
-    assert content(cache) == whole
-    assert folders(root) == [cache.folder.name]
+    assert file_contents(cache) == whole
+    assert folder_names(root) == [cache.folder.name]
 
 
 @forks
 @pytest.mark.distributed
-def test_killed_at_any_moment(source, encoder, tmp_path):
+def test_cache_is_complete_or_absent_after_kill_at_random_moment(source, encoder, tmp_path):
     chance, killed = random.Random(0), 0
-    whole = content(open_cache(source, encoder, 0.1, tmp_path / "whole"))
+    whole = file_contents(open_cache(source, encoder, 0.1, tmp_path / "whole"))
     for moment in range(10):
         root = tmp_path / f"cache{moment}"
         root.mkdir()
-        child = fork.Process(target=building, args=(source, root, 0.002))
+        child = fork.Process(target=build_slowly, args=(source, root, 0.002))
         child.start()
         while not (root / "begun").exists():
             time.sleep(0.001)
@@ -212,19 +212,19 @@ def test_killed_at_any_moment(source, encoder, tmp_path):
         killed += child.exitcode == -signal.SIGKILL
         assert all(
             {path.name: path.read_bytes() for path in (root / name).iterdir()} == whole
-            for name in folders(root)
+            for name in folder_names(root)
             if not name.startswith(".")
         )
-        assert content(open_cache(source, encoder, 0.1, root)) == whole
+        assert file_contents(open_cache(source, encoder, 0.1, root)) == whole
     assert killed > 5
 
 
 @forks
 @pytest.mark.distributed
-def test_one_process_builds_and_the_others_wait(source, tmp_path):
+def test_only_one_of_several_processes_builds_cache(source, tmp_path):
     root = tmp_path / "cache"
     root.mkdir()
-    children = [fork.Process(target=building, args=(source, root, 0.005)) for _ in range(3)]
+    children = [fork.Process(target=build_slowly, args=(source, root, 0.005)) for _ in range(3)]
     for child in children:
         child.start()
     for child in children:

@@ -20,45 +20,45 @@ def silent():
     """Ignore progress."""
 
 
-def written(folder, part, dtype=np.uint16):
+def read_part(folder, part, dtype=np.uint16):
     """Return the documents of a part, with their separators."""
     tokens, ends = np.fromfile(folder / f"{part}.tokens", dtype), np.fromfile(folder / f"{part}.ends", np.int64)
     assert not len(tokens) or ends[-1] == len(tokens)
     return [list(document) for document in np.split(tokens, ends[:-1])] if len(ends) else []
 
 
-def expected(texts):
+def expected_documents(texts):
     return [[*(int(word[1:]) for word in text.split()), SEPARATOR] for text in texts]
 
 
-def test_documents_one_after_the_other(encoder, tmp_path, monkeypatch):
+def test_written_tokens_equal_documents_for_any_batch_size(encoder, tmp_path, monkeypatch):
     texts = toy_texts(100)
     for size in (1, 100, 10_000):
         monkeypatch.setattr(tokenising, "BATCH", size)
         reports = []
         report = partial(reports.append, size)
         records = write_tokens([[text] for text in texts], encoder, 0.0, None, tmp_path, report)
-        assert written(tmp_path, TRAINING) == expected(texts)
-        assert written(tmp_path, HELD_OUT) == []
+        assert read_part(tmp_path, TRAINING) == expected_documents(texts)
+        assert read_part(tmp_path, HELD_OUT) == []
         assert records[TRAINING].documents == 100
-        assert records[TRAINING].tokens == sum(map(len, expected(texts)))
+        assert records[TRAINING].tokens == sum(map(len, expected_documents(texts)))
         assert (len(reports) > 10) == (size < 10_000)
 
 
-def test_the_digest_knows_where_documents_end(encoder, tmp_path):
+def test_digest_depends_on_document_ends(encoder, tmp_path):
     one, two = [[words(1, SEPARATOR, 2)]], [[words(1)], [words(2)]]
     records = [write_tokens(documents, encoder, 0.0, None, tmp_path, silent)[TRAINING] for documents in (one, two)]
     assert records[0].tokens == records[1].tokens
     assert records[0].digest != records[1].digest
 
 
-def test_documents_without_text_are_left_out(encoder, tmp_path):
+def test_empty_documents_are_skipped(encoder, tmp_path):
     documents = [[], [words(1)], [""], ["  ", "\n"], [words(2)]]
     write_tokens(documents, encoder, 0.0, None, tmp_path, silent)
-    assert written(tmp_path, TRAINING) == expected([words(1), words(2)])
+    assert read_part(tmp_path, TRAINING) == expected_documents([words(1), words(2)])
 
 
-def test_a_long_document_in_pieces_is_the_document(encoder, tmp_path, monkeypatch):
+def test_long_document_in_pieces_gives_same_tokens(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", 50)
     monkeypatch.setattr(tokenising, "BATCH", 120)
     text = "\n".join(words(*range(1 + start % 40, 9 + start % 40)) for start in range(200))
@@ -71,37 +71,37 @@ def test_a_long_document_in_pieces_is_the_document(encoder, tmp_path, monkeypatc
         assert [piece.first for piece in result] == [True] + [piece.last for piece in result[:-1]]
         assert [piece.last for piece in result].count(True) == 2
         write_tokens([blocks, [words(3)]], encoder, 0.0, None, tmp_path, silent)
-        assert written(tmp_path, TRAINING) == expected([text, words(3)])
+        assert read_part(tmp_path, TRAINING) == expected_documents([text, words(3)])
 
 
-def test_a_long_line_is_cut_where_it_must_be(monkeypatch):
+def test_line_longer_than_a_piece_is_cut(monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", 10)
     assert [piece.text for piece in pieces([["x" * 25]])] == ["x" * 10, "x" * 10, "x" * 5]
     assert [piece.text for piece in pieces([["x", " " * 25, "y"]])] == ["x" + " " * 9, " " * 10, " " * 6 + "y"]
 
 
-def test_the_share_held_out_is_decided_by_the_documents_alone(encoder, tmp_path):
+def test_held_out_documents_depend_only_on_their_text(encoder, tmp_path):
     texts = [words(index % 59 + 1, index // 59 + 1) for index in range(2000)]
     write_tokens([[text] for text in texts], encoder, 0.2, None, tmp_path, silent)
     held_out = [text for text in texts if is_held_out(text, 0.2)]
-    assert written(tmp_path, HELD_OUT) == expected(held_out)
-    assert written(tmp_path, TRAINING) == expected([text for text in texts if text not in set(held_out)])
+    assert read_part(tmp_path, HELD_OUT) == expected_documents(held_out)
+    assert read_part(tmp_path, TRAINING) == expected_documents([text for text in texts if text not in set(held_out)])
     assert 340 < len(held_out) < 460
     more = [text for text in [*reversed(texts), words(5)] if is_held_out(text, 0.2)]
     assert set(held_out) <= set(more)
     assert set(held_out) < {text for text in texts if is_held_out(text, 0.3)}
 
 
-def test_a_long_document_stays_on_one_side(encoder, tmp_path, monkeypatch):
+def test_long_document_is_wholly_in_training_or_held_out(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = ["\n".join([words(start)] * 40) for start in range(1, 59)]
     write_tokens([[text] for text in texts], encoder, 0.5, None, tmp_path, silent)
-    sides = [written(tmp_path, part) for part in (TRAINING, HELD_OUT)]
+    sides = [read_part(tmp_path, part) for part in (TRAINING, HELD_OUT)]
     assert all(len(side) > 10 for side in sides)
-    assert sorted(sides[0] + sides[1]) == expected(texts)
+    assert sorted(sides[0] + sides[1]) == expected_documents(texts)
 
 
-def test_reading_stops_at_the_limit(encoder, tmp_path, monkeypatch):
+def test_reading_stops_at_max_tokens(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH", 1)
     monkeypatch.setattr(tokenising, "PIECE", 20)
     yielded = []
@@ -113,34 +113,36 @@ def test_reading_stops_at_the_limit(encoder, tmp_path, monkeypatch):
 
     for limit, count in ((6, 2), (7, 3)):
         write_tokens(documents(), encoder, 0.0, limit, tmp_path, silent)
-        assert written(tmp_path, TRAINING) == expected([words(number, number) for number in range(1, count + 1)])
+        assert read_part(tmp_path, TRAINING) == expected_documents(
+            [words(number, number) for number in range(1, count + 1)]
+        )
     assert len(yielded) < 12
 
 
-def test_the_document_that_reaches_the_limit_is_whole(encoder, tmp_path, monkeypatch):
-    """The last document is whole, however many pieces it is read in."""
+def test_document_that_reaches_max_tokens_is_kept_whole(encoder, tmp_path, monkeypatch):
+    """The last document is read in several pieces here."""
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
     write_tokens([[text] for text in texts], encoder, 0.0, 31, tmp_path, silent)
-    assert written(tmp_path, TRAINING) == expected(texts[:2])
+    assert read_part(tmp_path, TRAINING) == expected_documents(texts[:2])
 
 
 @pytest.mark.parametrize("size", [20, 10_000])
-def test_a_document_that_alone_is_longer_than_the_limit_is_refused(size, encoder, tmp_path, monkeypatch):
+def test_document_longer_than_max_tokens_is_refused(size, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", size)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
     with pytest.raises(RecipeError, match=r"'w1 w2 w3 .*max_tokens=30"):
         write_tokens([[text] for text in texts], encoder, 0.0, 30, tmp_path, silent)
 
 
-def test_tokens_take_four_bytes_where_two_are_not_enough(tmp_path):
+def test_token_dtype_is_uint32_for_large_vocabulary(tmp_path):
     encoder = TokenEncoder(separating_tokenizer(70_000), 70_000)
     write_tokens([[words(5, 69_999)]], encoder, 0.0, None, tmp_path, silent)
-    assert written(tmp_path, TRAINING, np.uint32) == [[5, 69_999, SEPARATOR]]
+    assert read_part(tmp_path, TRAINING, np.uint32) == [[5, 69_999, SEPARATOR]]
     assert TokenEncoder(separating_tokenizer(), 1 << 16).dtype == np.uint16
 
 
-def test_a_tokenizer_that_does_not_fit_the_model():
+def test_token_beyond_model_vocabulary_is_refused():
     encoder = TokenEncoder(separating_tokenizer(), 61)
     with pytest.raises(RecipeError, match=r"token 70.* 60"):
         TokenEncoder(separating_tokenizer(80), 61).encode([words(1, 70)])
@@ -149,21 +151,21 @@ def test_a_tokenizer_that_does_not_fit_the_model():
     assert [list(tokens) for tokens in encoder.encode([words(60, 1)])] == [[60, 1]]
 
 
-def test_a_tokenizer_without_a_separator():
+def test_tokenizer_without_eos_token_is_refused():
     tokenizer = separating_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(RecipeError, match="eos_token"):
         TokenEncoder(tokenizer, 61)
 
 
-def test_nothing_is_put_around_a_text():
+def test_encoder_adds_no_bos_token():
     tokenizer = separating_tokenizer()
     tokenizer.bos_token = "w1"
     tokenizer.add_bos_token = True
     assert [list(tokens) for tokens in TokenEncoder(tokenizer, 61).encode([words(2)])] == [[2]]
 
 
-def test_the_identity_is_that_of_the_tokenizer_not_of_its_last_use():
+def test_tokenizer_fingerprint_does_not_depend_on_last_call():
     tokenizer = separating_tokenizer()
     before = TokenEncoder(tokenizer, 61).fingerprint()
     tokenizer.pad_token = "w1"

@@ -60,7 +60,7 @@ def stock_loss(model, samples):
 
 
 @pytest.mark.parametrize("name", first([*KINDS, *(name for name in DECODERS if name not in KINDS)], len(KINDS)))
-def test_every_shipped_recipe_ends_in_a_model_that_loads_and_scores_what_was_logged(name, tmp_path):
+def test_shipped_recipe_gives_loadable_model_with_logged_eval_loss(name, tmp_path):
     recipe = toy_run(name, tmp_path, steps=2)
     outcome = train(recipe)
     assert outcome == Outcome(2, 2, None, Path(recipe.output, "model"), outcome.metrics)
@@ -81,7 +81,7 @@ def test_every_shipped_recipe_ends_in_a_model_that_loads_and_scores_what_was_log
     assert not list(Path(recipe.output).rglob("*.bin"))
 
 
-GOING_ON = {
+RESUMED_OPTIONS = {
     LORA: DROPOUT,
     MIXTURE: {"checkpoint_activations": True},
     EXPERTS: {"gradient_clipping": 0.0},
@@ -89,9 +89,9 @@ GOING_ON = {
 }
 
 
-@pytest.mark.parametrize("name", first(GOING_ON, 2))
-def test_going_on_changes_nothing(name, tmp_path):
-    runs = [toy_run(name, tmp_path / folder, steps=5, train=GOING_ON[name]) for folder in ("whole", "killed")]
+@pytest.mark.parametrize("name", first(RESUMED_OPTIONS, 2))
+def test_resumed_run_is_bitwise_equal(name, tmp_path):
+    runs = [toy_run(name, tmp_path / folder, steps=5, train=RESUMED_OPTIONS[name]) for folder in ("whole", "killed")]
     assert train(runs[0]).metrics == without_time(resumed(runs[1], 1, 3, 4).metrics, train(runs[0]).metrics)
     assert len(losses(runs[0])) == 5
     assert losses(runs[1]) == losses(runs[0])
@@ -112,21 +112,21 @@ def assert_equal_weights(first, second):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """The recipe of a finished run of six steps with dropout."""
     recipe = toy_run(LORA, tmp_path_factory.mktemp("whole"), steps=6, train=DROPOUT)
     train(recipe)
     return recipe
 
 
-def test_dropout_is_there(whole, tmp_path):
+def test_dropout_changes_losses(finished_run, tmp_path):
     """Otherwise the tests of resumed runs would not cover random numbers."""
     recipe = toy_run(LORA, tmp_path, steps=6, train={"lora": LoraOptions(4, 8.0, 0.0)})
     train(recipe)
-    assert losses(recipe) != losses(whole)
+    assert losses(recipe) != losses(finished_run)
 
 
-def test_killed_before_the_result_was_written(whole, tmp_path, monkeypatch):
+def test_run_killed_before_saving_result_resumes_identically(finished_run, tmp_path, monkeypatch):
     recipe = toy_run(LORA, tmp_path, steps=6, train=DROPOUT)
 
     def ended(*_):
@@ -139,11 +139,11 @@ def test_killed_before_the_result_was_written(whole, tmp_path, monkeypatch):
     assert not Path(recipe.output, "model").exists()
     before = metrics(recipe)
     train(recipe)
-    assert_equal_weights(whole, recipe)
+    assert_equal_weights(finished_run, recipe)
     assert metrics(recipe) == before
 
 
-def test_a_run_that_is_done_is_done(tmp_path, monkeypatch):
+def test_finished_run_is_not_repeated(tmp_path, monkeypatch):
     recipe = toy_run(KNOCKING, tmp_path)
     outcome = train(recipe)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")}
@@ -152,16 +152,16 @@ def test_a_run_that_is_done_is_done(tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")} == before
 
 
-def test_evaluation_and_its_frequency_do_not_disturb_training(whole, tmp_path):
+def test_evaluation_frequency_does_not_change_training(finished_run, tmp_path):
     often = toy_run(LORA, tmp_path, steps=6, train=DROPOUT, watch={"evaluate_every": 1})
     train(often)
-    assert losses(often) == losses(whole)
-    assert_equal_weights(often, whole)
-    for recipe, count in ((often, 6), (whole, 2)):
+    assert losses(often) == losses(finished_run)
+    assert_equal_weights(often, finished_run)
+    for recipe, count in ((often, 6), (finished_run, 2)):
         assert sum("eval_loss" in line for line in metrics(recipe)) == count
 
 
-def test_what_is_told_and_kept_may_change_on_the_way(whole, tmp_path):
+def test_resume_may_change_logging_and_checkpoint_settings(finished_run, tmp_path):
     recipe = toy_run(LORA, tmp_path, steps=6, train=DROPOUT, watch={"evaluate_every": None})
     killed(recipe, 3)
     train(
@@ -171,14 +171,14 @@ def test_what_is_told_and_kept_may_change_on_the_way(whole, tmp_path):
             checkpoints=replace(recipe.checkpoints, every=5, keep=3),
         )
     )
-    assert losses(recipe) == losses(whole)
+    assert losses(recipe) == losses(finished_run)
     lines = [(line["step"], len(line.get("losses", ()))) for line in metrics(recipe)]
     assert lines == [(1, 1), (2, 1), (3, 1), (3, 0), (5, 2), (6, 1), (6, 0)]  # lines after the checkpoint are dropped
     names = sorted(path.name for path in Path(recipe.output).glob("checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
 
 
-def test_a_run_may_move_to_another_machine(tmp_path):
+def test_resume_may_change_micro_batch_and_activation_checkpointing(tmp_path):
     whole, recipe = (toy_run(MIXTURE, tmp_path / name) for name in ("whole", "moved"))
     killed(recipe, 3)
     losses_of(replace(recipe, train=replace(recipe.train, micro_batch=1, checkpoint_activations=True)))
@@ -186,7 +186,7 @@ def test_a_run_may_move_to_another_machine(tmp_path):
 
 
 @pytest.mark.parametrize("name", first([MIXTURE, KNOCKING]))
-def test_a_step_is_the_same_however_it_is_accumulated(name, tmp_path):
+def test_losses_do_not_depend_on_micro_batch_size(name, tmp_path):
     results = []
     for at_once in (1, 2, 4):
         distillation = {"match_steps": 2} if name == MIXTURE else {}
@@ -208,7 +208,7 @@ def losses_of(recipe):
 
 
 @pytest.mark.slow
-def test_checkpointed_activations_are_the_same_step(tmp_path):
+def test_losses_do_not_depend_on_activation_checkpointing(tmp_path):
     results = [
         losses_of(
             toy_run(
@@ -223,7 +223,7 @@ def test_checkpointed_activations_are_the_same_step(tmp_path):
     assert results[1] == pytest.approx(results[0], abs=1e-6)
 
 
-def test_the_first_loss_is_that_of_the_model_that_is_continued(tmp_path):
+def test_first_loss_equals_initial_model_on_separate_documents(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=2, data={"separate_documents": True})
     model = AutoModelForCausalLM.from_pretrained(recipe.model.path).eval()
     samples = data_of(recipe).samples(recipe.batch_size, recipe.train.seed)
@@ -241,14 +241,14 @@ def test_the_first_loss_is_that_of_the_model_that_is_continued(tmp_path):
     assert losses(recipe)[0] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_model_from_scratch_ends_documents_as_its_tokenizer_does(tmp_path):
+def test_model_from_scratch_gets_eos_token_of_tokenizer(tmp_path):
     recipe = toy_run(SCRATCH, tmp_path, steps=2)
     model = AutoModelForCausalLM.from_pretrained(train(recipe).model)
     end = load_tokenizer(recipe).eos_token_id
     assert end == model.config.eos_token_id == model.generation_config.eos_token_id
 
 
-def test_what_is_refused_leaves_nothing(tmp_path):
+def test_refused_run_leaves_no_output(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
     refused = replace(recipe, model=replace(recipe.model, path=str(tmp_path / "nowhere")))
     with pytest.raises(RecipeError, match="nowhere"):
@@ -256,7 +256,7 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     assert not Path(recipe.output).exists()
 
 
-def test_two_runs_at_once(tmp_path):
+def test_second_run_in_same_output_is_refused(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
 
     def again(stage, done, total, message=""):
@@ -270,7 +270,7 @@ def test_two_runs_at_once(tmp_path):
     assert train(recipe).model
 
 
-def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
+def test_conversion_record_and_license_files_are_copied_to_result(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=2)
     files = {"conversion.json": "{}", "LICENSE": "do as you please", "NOTICE.txt": "made by others"}
     for name, text in files.items():
@@ -279,7 +279,7 @@ def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
     assert {name: (folder / name).read_text() for name in files} == files
 
 
-def test_a_stock_model_is_trained_as_well(tmp_path):
+def test_stock_model_can_be_trained(tmp_path):
     """Stock models are the baselines of mechanisms."""
     write_stock(tmp_path / "stock", vocab_size=257)
     recipe = toy_run(KNOCKING, tmp_path, steps=2, model={"path": str(tmp_path / "stock"), "config": None})

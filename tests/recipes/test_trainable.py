@@ -19,7 +19,7 @@ from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
 OPTIONS = {"learning_rate": 1e-3, "tokens": 64, "batch_tokens": 64}
 
 
-def trained(trainable, tmp_path, **train_options):
+def train_toy(trainable, tmp_path, **train_options):
     """Train; return the weights before and after, and the recipe."""
     recipe = toy_run(LORA, tmp_path, train={"trainable": trainable, **train_options})
     before = load_file(Path(recipe.model.path, "model.safetensors"))
@@ -27,18 +27,18 @@ def trained(trainable, tmp_path, **train_options):
     return before, weights(recipe), recipe
 
 
-def moved(before, after):
+def changed_weights(before, after):
     assert before.keys() == after.keys()
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_all(tmp_path):
-    before, after, _ = trained("all", tmp_path, lora=None)
-    assert moved(before, after) == set(before)
+def test_trainable_all_changes_every_weight(tmp_path):
+    before, after, _ = train_toy("all", tmp_path, lora=None)
+    assert changed_weights(before, after) == set(before)
 
 
 @pytest.mark.parametrize("saving", [False, True])
-def test_a_transfer_trains_attention_alone(saving, tmp_path, caplog):
+def test_transfer_changes_only_attention_weights(saving, tmp_path, caplog):
     """Weight decay does not change other parameters; a warning says that only the transfer was trained."""
     results, warnings = [], []
     for steps in (0, 2):
@@ -47,22 +47,22 @@ def test_a_transfer_trains_attention_alone(saving, tmp_path, caplog):
         recipe = toy_run(MIXTURE, tmp_path / str(steps), steps=2, train=options, distillation=distillation)
         before = load_file(Path(recipe.model.path, "model.safetensors"))
         train(recipe)
-        results.append(moved(before, weights(recipe)))
+        results.append(changed_weights(before, weights(recipe)))
         warnings.append("distillation.transfer_steps" in caplog.text)
     assert warnings == [False, True]
     assert results[0] == set(before)
     assert results[1] == {name for name in before if ".self_attn." in name}
 
 
-def test_mixers_alone(tmp_path):
-    before, after, recipe = trained("mixers", tmp_path, lora=None)
-    assert moved(before, after) == {name for name in before if ".mixers." in name} != set()
+def test_trainable_mixers_changes_only_mixers(tmp_path):
+    before, after, recipe = train_toy("mixers", tmp_path, lora=None)
+    assert changed_weights(before, after) == {name for name in before if ".mixers." in name} != set()
     assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
 
 
-def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
-    before, after, recipe = trained("mixers+lora", tmp_path, lora=LoraOptions(2, 4.0))
-    assert moved(before, after) == {
+def test_trainable_mixers_and_lora_changes_mixers_and_projections(tmp_path):
+    before, after, recipe = train_toy("mixers+lora", tmp_path, lora=LoraOptions(2, 4.0))
+    assert changed_weights(before, after) == {
         name for name in before if ".mixers." in name or name.split(".")[-2] in PROJECTIONS
     }
     change = after["model.layers.0.self_attn.q_proj.weight"] - before["model.layers.0.self_attn.q_proj.weight"]
@@ -73,7 +73,7 @@ def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
     assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
 
 
-def test_low_rank_changes_beside_a_mechanism_without_parameters():
+def test_lora_beside_mechanism_without_parameters():
     lora = LoraOptions(2, 4.0)
     options = {"active_heads": 3, "shared_heads": 1, "router": "query_norm", "gate": "binary"}
     routed = mixed_model("Llama", {"mixture": options})
@@ -88,7 +88,7 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
 
 
 @pytest.mark.parametrize("backbone", ["DeepseekV2", "DeepseekV3"])
-def test_low_rank_changes_to_every_projection_of_mla(backbone):
+def test_lora_adapts_every_projection_of_mla(backbone):
     model = mixed_model(backbone, {"knocking": {}})
     linear = {name for name, module in model.named_modules() if ".self_attn." in name and type(module) is nn.Linear}
     expected = {name for name in linear if ".mixers." not in name}
@@ -98,7 +98,7 @@ def test_low_rank_changes_to_every_projection_of_mla(backbone):
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CASES, strength=1))
-def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
+def test_every_mechanism_is_trainable_beside_lora_and_merges(case, backbone):
     torch.manual_seed(0)
     model = mixed_model(backbone, CASES[case])
     ids, names = tokens(), dict(model.named_parameters())
@@ -119,7 +119,7 @@ def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
     torch.testing.assert_close(whole(ids).logits, changed, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_to_train():
+def test_trainable_mixers_without_mixers_is_refused():
     for model in (stock_model("Llama"), lopsided(mixed_model("Llama", {}))):
         with pytest.raises(RecipeError, match=r"train\.trainable='mixers'"):
             set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers"))

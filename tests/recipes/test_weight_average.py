@@ -47,7 +47,7 @@ def expected_average(before: dict[str, torch.Tensor], output: str | Path) -> dic
     return average
 
 
-def initial(recipe: Recipe) -> dict[str, torch.Tensor]:
+def initial_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
     return load_file(Path(str(recipe.model.path), "model.safetensors"))
 
 
@@ -58,11 +58,11 @@ def assert_close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("trainable", ["all", "mixers"])
-def test_the_result_is_the_average(trainable: str, tmp_path: Path) -> None:
+def test_result_is_moving_average_of_weights(trainable: str, tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path, trainable=trainable)
     assert recipe.batch_size == 2 * recipe.train.micro_batch  # one update for two micro batches
     train(recipe)
-    before, result, steps = initial(recipe), weights(recipe), checkpoints(recipe.output)
+    before, result, steps = initial_weights(recipe), weights(recipe), checkpoints(recipe.output)
     assert len(steps) == recipe.steps == 4
     assert_close(result, expected_average(before, recipe.output))
     trained = {name for name in before if trainable == "all" or ".mixers." in name}
@@ -72,15 +72,15 @@ def test_the_result_is_the_average(trainable: str, tmp_path: Path) -> None:
     assert any((result[name].double() - steps[-1][name]).abs().max() > 1e-4 for name in trained)
 
 
-def test_the_drift_is_that_of_the_average(tmp_path: Path) -> None:
+def test_drift_is_of_averaged_weights(tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path)
     train(recipe)
-    before, after = initial(recipe), weights(recipe)
+    before, after = initial_weights(recipe), weights(recipe)
     moved = [(after[name] - before[name]).norm() / len(part) ** 0.5 for name, part in before.items() if MIXERS in name]
     assert metrics(recipe)[-2]["drift/knocking"] == pytest.approx(float(sum(moved) / len(moved)), rel=1e-4)
 
 
-def test_held_out_text_is_evaluated_with_the_average(tmp_path: Path) -> None:
+def test_eval_loss_is_of_averaged_weights(tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path)
     train(recipe)
     model = AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))
@@ -92,7 +92,7 @@ def test_held_out_text_is_evaluated_with_the_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [KNOCKING, LORA])
-def test_a_resumed_run_ends_with_the_same_average(name: str, tmp_path: Path) -> None:
+def test_resumed_run_ends_with_same_average(name: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"lora": LoraOptions(2, 4.0)} if name == LORA else {}
     once = averaged_run(tmp_path / "once", name, **changes)
     train(once)
@@ -110,25 +110,29 @@ def test_a_resumed_run_ends_with_the_same_average(name: str, tmp_path: Path) -> 
         assert torch.equal(part, load_file(stored / file)[key].double()), key
 
 
-def test_lora_is_averaged_before_it_is_merged(tmp_path: Path) -> None:
+def test_lora_factors_are_averaged_before_merge(tmp_path: Path) -> None:
     """The product of averaged factors, not the average of products."""
     recipe = averaged_run(tmp_path, LORA, lora=LoraOptions(2, 4.0))
     train(recipe)
-    average, before, result = checkpoints(recipe.output, "average.safetensors")[-1], initial(recipe), weights(recipe)
+    average, before, result = (
+        checkpoints(recipe.output, "average.safetensors")[-1],
+        initial_weights(recipe),
+        weights(recipe),
+    )
     layer = "model.layers.0.self_attn.q_proj"
     down, up = (average[f"base_model.model.{layer}.lora_{part}.default.weight"] for part in "AB")
     expected = before[f"{layer}.weight"].double() + 4.0 / 2 * up @ down
     torch.testing.assert_close(result[f"{layer}.weight"].double(), expected, rtol=0, atol=1e-6)
 
 
-def test_an_average_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_average_of_another_model_is_refused(tmp_path: Path) -> None:
     WeightAverage(torch.nn.Linear(2, 2), DECAY).save(tmp_path)
     with pytest.raises(ValueError, match=r"average\.safetensors.*bias"):
         WeightAverage(torch.nn.Linear(2, 2, bias=False), DECAY).load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_sharded_weights_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_average_with_sharding_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     initialise = Trainer.__init__
 
     def sharded(self: Any, **options: Any) -> None:
@@ -143,7 +147,7 @@ def test_sharded_weights_are_refused(kind: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", [FSDP, ZERO3])
-def test_the_estimate_of_memory(kind: str) -> None:
+def test_dry_run_counts_average_and_refuses_sharding(kind: str) -> None:
     recipe = load_recipe("small/smollm2_explicit", ["model.config.num_hidden_layers=3", "train.average=0.9"])
     report = dry_run(recipe, ONE_GPU)
     assert report["memory_per_gpu"]["average"] == 4 * report["trainable_parameters"]
@@ -152,16 +156,16 @@ def test_the_estimate_of_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "0", "-0.1", "1.5", "nan", "yes"])
-def test_wrong_values(value: str) -> None:
+def test_invalid_average_values_are_refused(value: str) -> None:
     with pytest.raises(RecipeError, match=rf"train\.average='{value}'"):
         load_recipe(KNOCKING, [f"train.average={value}"])
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes(tmp_path: Path) -> None:
+def test_average_of_two_processes_equals_reference(tmp_path: Path) -> None:
     recipe = averaged_run(tmp_path)
     run = Run(recipe, tmp_path, "two")
     run.finish(2, "train.micro_batch=1")
     result = load_file(run.output / "model" / "model.safetensors")
-    assert_close(result, expected_average(initial(recipe), run.output))
+    assert_close(result, expected_average(initial_weights(recipe), run.output))
