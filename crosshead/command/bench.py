@@ -48,7 +48,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     mixture-most-2048
         14 heads active, 7 shared, where dense attention is as fast
     mixture-gradients-2048, mixture-gradients-4096, mixture-three-quarters-gradients-2048
-        forward and backward with 8 heads active, 4 shared; for three-quarters 12 and 6
+        forward and backward with 8 heads active, 4 shared; for three quarters 12 and 6
     mixture-published-4096
         8 heads active, 4 shared, with the attention code that is saved with a published model
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
