@@ -19,13 +19,13 @@ from crosshead.common.progress import Advance, Counter, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import HEAD, Shapes, tensor_shapes
+from ..compress.component_heads import ComponentHeads
 from ..compress.fitted_output import AttentionCalls
 from ..compress.fitted_router import HeadOutputs, Routing, fit_router, routed
 from ..compress.fitted_steps import solve_layer
 from ..compress.head_groups import Counts
 from ..compress.layer_rewrites import Tensors, substituted
 from ..compress.reorder_heads import HeadUse
-from ..compress.virtual_heads import ComponentHeads
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_streamed

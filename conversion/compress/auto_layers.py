@@ -31,8 +31,8 @@ from .budget_search import (
     counts_to_try,
     measure_losses,
 )
+from .component_heads import PROJECTIONS
 from .convert_layers import component_counts
-from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 16
 """Length in tokens and number of the windows on which losses are measured."""

@@ -16,13 +16,13 @@ from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
+from .component_heads import ComponentHeads
 from .fitted_router import Routing
 from .full_matrices import multiply_projections
 from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .paired_heads import makes_pairs, pair_heads, paired_names
 from .reorder_heads import most_used_first, reorder
-from .virtual_heads import ComponentHeads
 
 GROUP_TOLERANCE = 0.1
 """Maximum relative increase of the fitted error over that of one group, when the number of groups is chosen."""

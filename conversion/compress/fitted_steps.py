@@ -14,10 +14,10 @@ from torch import nn
 from torch.func import functional_call
 
 from ..calibration.head_statistics import HeadStatistics, fast_products
+from .component_heads import ComponentHeads
 from .fitted_output import AttentionCalls, output_change
 from .head_groups import Counts
 from .layer_rewrites import Tensors, as_stock
-from .virtual_heads import ComponentHeads
 
 STEPS, BATCH = 40, 2
 """Number of Adam steps, and number of windows per step."""

@@ -36,8 +36,8 @@ from .budget_search import (
     divergence,
     measure_losses,
 )
+from .component_heads import METHODS
 from .head_groups import Counts
-from .virtual_heads import METHODS
 
 BUDGETS = [percent / 100 for percent in range(5, 100, 5)]
 """Budgets as fractions of the source's KV cache, or of all heads."""

@@ -157,7 +157,7 @@ def convert(
 
     \b
     neutral          knocking: all tensors are copied, some are added
-    calibration      the calibration of virtual heads on 1024 tokens, without the conversion
+    calibration      the calibration of component heads on 1024 tokens, without the conversion
     virtual-heads    half as many component heads as KV heads, from a saved calibration
 
     TMPDIR needs free space for three checkpoints. On two cores, a round of all cases takes about a minute at

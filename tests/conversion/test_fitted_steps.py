@@ -7,11 +7,11 @@ from torch.func import functional_call
 import toys
 from crosshead.conversion.calibration.head_statistics import HeadStatistics
 from crosshead.conversion.compress import fitted_steps
+from crosshead.conversion.compress.component_heads import ComponentHeads
 from crosshead.conversion.compress.fitted_output import AttentionCalls
 from crosshead.conversion.compress.fitted_steps import fit_by_steps, solve_layer
 from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.compress.layer_rewrites import as_stock
-from crosshead.conversion.compress.virtual_heads import ComponentHeads
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 BACKBONES = ["Llama", "Qwen2", "Qwen3"]

@@ -7,9 +7,9 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.head_statistics import KINDS, HeadStatistics
 from crosshead.conversion.compress import aligned_maps as aligned_keys
+from crosshead.conversion.compress.component_heads import FRAME, ComponentHeads
 from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.compress.reorder_heads import reorder
-from crosshead.conversion.compress.virtual_heads import FRAME, ComponentHeads
 from tiers import grid
 
 D, HEADS = toys.SIZES["head_dim"], 4
@@ -231,7 +231,7 @@ def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatc
     }
     assert len(result) == 2 * len(FRAME) + counts.reorders
     extended = HeadStatistics(layout, statistics.sums | result)
-    monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
+    monkeypatch.setattr("crosshead.conversion.compress.component_heads.Errors", None)
     again = ComponentHeads(layout, counts).rewrite(tensors, extended)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
