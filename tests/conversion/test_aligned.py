@@ -38,7 +38,7 @@ def same_for_all(gram, heads):
 
 
 @pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 3)])
-def test_values_reach_the_best_of_any_rank(heads, components, monkeypatch):
+def test_value_solvers_reach_optimal_low_rank_error(heads, components, monkeypatch):
     monkeypatch.setattr(values_module, "FLOOR", 0.0)
     gram = positive(heads * D, seed=2)
     make = one_fewer_values if components == heads - 1 > 1 else grouped_values
@@ -50,7 +50,7 @@ def test_values_reach_the_best_of_any_rank(heads, components, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 2)])
-def test_values_reach_the_best_under_a_metric(heads, components):
+def test_aligned_values_are_near_optimal_under_metric(heads, components):
     metric, gram = positive(heads, 1, D, seed=3), positive(heads * D, seed=4)
     errors = Errors.of(metric, same_for_all(gram, heads), torch.ones(heads, 1).double())
     lost = float(errors.of_heads(aligned_values(errors, components).heads()))
@@ -60,7 +60,7 @@ def test_values_reach_the_best_under_a_metric(heads, components):
 
 
 @pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 1), (3, 2), (4, 3)])
-def test_keys_reach_the_best_of_complex_mixing(heads, components):
+def test_aligned_keys_are_near_optimal_for_complex_mixing(heads, components):
     """If the pairs of features that RoPE rotates are independent, the optimum is the sum of the pairs' optima."""
     pairs = [positive(2 * heads, seed=10 + p) for p in range(D // 2)]
     turn = pair_maps(torch.tensor([1j]).to(torch.complex128))
@@ -94,7 +94,7 @@ def test_maps_are_well_conditioned_and_errors_fall_with_components(solve, compon
 
 
 @pytest.mark.parametrize(("solve", "components"), grid([aligned_keys, aligned_values], [1, 2], strength=1))
-def test_what_heads_are_called_does_not_matter(solve, components):
+def test_solution_is_invariant_to_head_basis(solve, components):
     """The solution does not depend on the basis of each head: invertible maps change only the coordinates."""
     metric, gram, weight = sums(3, parts=2 if solve is aligned_keys else 1)
     maps = torch.linalg.qr(random(3, D, D, seed=8)).Q * torch.linspace(0.5, 2, D)
@@ -109,7 +109,7 @@ def test_what_heads_are_called_does_not_matter(solve, components):
 
 
 @pytest.mark.parametrize(("solve", "components"), grid([aligned_keys, aligned_values, mixed_keys], [1, 2], strength=1))
-def test_poor_statistics_give_finite_heads(solve, components):
+def test_degenerate_statistics_give_finite_frames(solve, components):
     one = torch.ones(3, 1).double()
     poor = [
         (torch.zeros(3, 1, D, D), torch.zeros(3, 1, 3 * D, 3 * D), 0 * one),
@@ -124,7 +124,7 @@ def test_poor_statistics_give_finite_heads(solve, components):
             assert float(tensor.abs().max()) < 1e9
 
 
-def test_even_maps_give_the_same_heads():
+def test_normalised_maps_give_same_heads():
     frame = Frame(random(2, D, 3 * D), random(3, 2, seed=1), 20 * random(3, D, D, seed=2))
     even = frame.with_normalised_maps()
     assert torch.allclose(even.heads(), frame.heads(), rtol=1e-9)
@@ -132,7 +132,7 @@ def test_even_maps_give_the_same_heads():
 
 
 @pytest.mark.parametrize("solve", [aligned_keys, aligned_values])
-def test_fitted_maps_are_even(solve):
+def test_fitted_maps_are_orthogonal_on_average(solve):
     """Maps are orthogonal on average, so that weights keep their sizes whatever the coordinates of the fit."""
     metric, gram, weight = sums(3)
     maps = solve(Errors.of(100 * metric, gram / 100, weight), 2).maps
@@ -141,7 +141,7 @@ def test_fitted_maps_are_even(solve):
     assert solve is aligned_values or torch.allclose(maps @ turn, turn @ maps)  # keys still commute with RoPE
 
 
-def test_groups_follow_the_cost():
+def test_cheapest_groups_minimise_cost():
     kinds = (0, 1, 0, 1, 1)
     assert cheapest_groups(5, 2, lambda group: len({kinds[head] for head in group}) - 1.0) == [(0, 2), (1, 3, 4)]
     assert cheapest_groups(3, 3, lambda group: 0.0) == [(0,), (1,), (2,)]

@@ -11,13 +11,13 @@ from crosshead.conversion.writing.atomic_output import atomic_output, check_apar
 from output_toys import ONE, SHARDS, TWO, complete, names, refusal, run, stopped, write
 
 
-def test_only_the_target_is_left(tmp_path):
+def test_publish_leaves_only_target(tmp_path):
     assert run(tmp_path / "out") == list(SHARDS)
     assert complete(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
 
-def test_nothing_is_there_before_the_end(tmp_path):
+def test_target_is_absent_until_publish(tmp_path):
     with atomic_output(tmp_path / "out", ONE, False) as output:
         write(output)
         assert not (tmp_path / "out").exists()
@@ -26,18 +26,18 @@ def test_nothing_is_there_before_the_end(tmp_path):
         assert complete(tmp_path / "out")
 
 
-def test_no_publishing_leaves_nothing(tmp_path):
+def test_output_without_publish_leaves_no_files(tmp_path):
     with atomic_output(tmp_path / "a" / "b" / "out", ONE, False) as output:
         write(output)
     assert names(tmp_path) == []
 
 
-def test_parents_are_made(tmp_path):
+def test_parent_folders_are_created(tmp_path):
     run(tmp_path / "a" / "b" / "out")
     assert complete(tmp_path / "a" / "b" / "out")
 
 
-def test_two_runs_at_once(tmp_path):
+def test_concurrent_run_for_same_target_is_refused(tmp_path):
     with atomic_output(tmp_path / "out", ONE, False) as output:
         write(output)
         assert str(tmp_path / "out") in refusal(tmp_path / "out")
@@ -46,7 +46,7 @@ def test_two_runs_at_once(tmp_path):
     assert complete(tmp_path / "out")
 
 
-def test_disk_without_locks(tmp_path, monkeypatch, caplog):
+def test_disk_without_file_locks_is_logged_and_written(tmp_path, monkeypatch, caplog):
     def refused(*_):
         raise OSError(38, "Function not implemented")
 
@@ -56,7 +56,7 @@ def test_disk_without_locks(tmp_path, monkeypatch, caplog):
     assert "cannot be locked" in caplog.text
 
 
-def test_small_disk(tmp_path, monkeypatch):
+def test_output_larger_than_free_space_is_refused(tmp_path, monkeypatch):
     free = 600
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
@@ -82,7 +82,7 @@ def test_small_disk(tmp_path, monkeypatch):
     assert run(tmp_path / "out") == list(SHARDS)[3:]
 
 
-def test_places_that_cannot_be_written(tmp_path):
+def test_unwritable_target_paths_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     assert "File exists" in refusal(tmp_path / "file" / "out")
     assert "too long" in refusal(tmp_path / ("x" * 250))
@@ -90,12 +90,12 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_parent(tmp_path):
+def test_read_only_parent_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     assert "Permission denied" in refusal(tmp_path / "out")
 
 
-def test_source_and_target_are_apart(tmp_path):
+def test_target_overlapping_source_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("source")
     source = tmp_path / "source"
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)

@@ -42,7 +42,7 @@ def content(folder):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("work", [many_shards, forever], ids=["first", "replacing"])
-def test_killed_at_any_moment(tmp_path, work):
+def test_process_killed_at_random_times_leaves_complete_or_no_model(tmp_path, work):
     """Kill a process that writes a first model, or one that replaces the model over and over."""
     begin = time.perf_counter()
     many_shards(tmp_path / "whole")
@@ -64,7 +64,7 @@ def test_killed_at_any_moment(tmp_path, work):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]
 
 
-def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
+def test_record_is_removed_before_partial_model(tmp_path, monkeypatch):
     """Otherwise the remains would look like a published model whose record is still missing."""
 
     def killed(path):

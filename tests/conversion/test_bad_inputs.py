@@ -169,5 +169,5 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_one_line_and_nothing_left(case, bases, tmp_path, capfd, monkeypatch):
+def test_bad_checkpoint_gives_one_line_error_and_no_files(case, bases, tmp_path, capfd, monkeypatch):
     leaves_nothing(case, bases, tmp_path, capfd, monkeypatch)

@@ -186,11 +186,11 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ALL.values(), ids=[name[:60] for name in ALL])
-def test_one_line_and_nothing_left(case, bases, tmp_path, capfd, monkeypatch):
+def test_bad_request_gives_one_line_error_and_no_files(case, bases, tmp_path, capfd, monkeypatch):
     leaves_nothing(case, bases, tmp_path, capfd, monkeypatch)
 
 
-def test_the_same_in_a_process(bases, tmp_path):
+def test_command_in_subprocess_gives_one_line_error_and_no_files(bases, tmp_path):
     shutil.copytree(bases / "one", tmp_path / "source")
     before = snapshot(tmp_path)
     arguments = [sys.executable, "-P", "-m", "crosshead", "convert", "source", "out", "--mixer", "knoking"]
@@ -200,7 +200,7 @@ def test_the_same_in_a_process(bases, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_shards_that_are_links_as_in_the_hubs_cache(bases, tmp_path, capfd, monkeypatch):
+def test_symlinked_shards_are_converted_to_regular_files(bases, tmp_path, capfd, monkeypatch):
     shutil.copytree(bases / "sharded", tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for file in (tmp_path / "blobs").iterdir():
@@ -227,7 +227,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("out", ["disk/out", "disk"])
-def test_full_disk(out, small_disk, bases, tmp_path, capfd, monkeypatch):
+def test_full_disk_is_refused_until_space_is_freed(out, small_disk, bases, tmp_path, capfd, monkeypatch):
     """If OUT is the mount point itself, the filler file lies beside the model that is replaced."""
     shutil.copytree(bases / "one", tmp_path / "source")
     command = f"convert source {out} --mixer knocking --no-verify --overwrite"
@@ -248,7 +248,7 @@ def test_full_disk(out, small_disk, bases, tmp_path, capfd, monkeypatch):
     assert not work.exists() and filler.exists()
 
 
-def test_read_only_disk(small_disk, bases, tmp_path, capfd, monkeypatch):
+def test_read_only_disk_is_refused(small_disk, bases, tmp_path, capfd, monkeypatch):
     shutil.copytree(bases / "one", tmp_path / "source")
     if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be made read-only here")

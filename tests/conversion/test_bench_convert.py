@@ -31,14 +31,14 @@ def checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("gigabytes", "hidden"), [(0.01, 512), (0.49, 512), (1, 2048), (3.9, 2048), (8, 4096)])
-def test_the_size_is_about_what_is_asked_for(gigabytes, hidden, tmp_path):
+def test_synthetic_checkpoint_has_requested_size(gigabytes, hidden, tmp_path):
     made = Synthetic(tmp_path, gigabytes)
     assert made.config.hidden_size == hidden
     assert made.size == pytest.approx(gigabytes * 1e9, rel=0.1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_checkpoint_is_whole_and_finite(checkpoint):
+def test_synthetic_checkpoint_is_complete_and_finite(checkpoint):
     store = SafetensorsStore(checkpoint.source)
     assert sum(entry.size for entry in store.entries.values()) == checkpoint.size == pytest.approx(2e5, rel=0.2)
     assert {entry.dtype for entry in store.entries.values()} == {"BF16"}
@@ -48,7 +48,7 @@ def test_the_checkpoint_is_whole_and_finite(checkpoint):
 
 
 @pytest.mark.slow
-def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
+def test_named_benchmarks_run_expected_conversions(checkpoint, monkeypatch):
     records = []
     fresh = Synthetic._fresh
 
@@ -71,7 +71,7 @@ def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_copy_is_whole(checkpoint, monkeypatch):
+def test_baseline_copy_copies_every_file(checkpoint, monkeypatch):
     copied = []
     run_process = bench_convert.run_child
 
@@ -86,7 +86,7 @@ def test_a_copy_is_whole(checkpoint, monkeypatch):
     assert copied == [{path.name: path.read_bytes() for path in checkpoint.source.iterdir()}]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_full_disk_is_refused_before_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=2.5e9))
     with pytest.raises(ConversionError, match=r"2\.98 GB.*2\.5 GB.*TMPDIR"):
         Synthetic(tmp_path, 1).write(lambda folder: None)
@@ -94,7 +94,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupted_conversion_leaves_no_process(checkpoint, monkeypatch):
+def test_interrupted_conversion_kills_child_process(checkpoint, monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -110,7 +110,7 @@ def test_an_interrupted_conversion_leaves_no_process(checkpoint, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_process_that_fails_is_one_clear_line(checkpoint):
+def test_failing_child_process_reports_its_error(checkpoint):
     (checkpoint.source / "config.json").write_text("{")
     with pytest.raises(ConversionError, match=r"ConversionError: .*config\.json"):
         checkpoint.convert("neutral")
@@ -124,7 +124,7 @@ def run_here(command, *_):
 
 
 @pytest.mark.parametrize("process", first(["this one", "one for each conversion"]))
-def test_the_command(process, checkpoint, tmp_path, monkeypatch, capfd):
+def test_bench_convert_command_writes_report(process, checkpoint, tmp_path, monkeypatch, capfd):
     if process == "this one":
         monkeypatch.setattr(bench_convert, "run_child", run_here)
     scratch = tmp_path / "scratch"

@@ -71,7 +71,7 @@ def by_trial(losses, heads, layers, size, eps, budget):
 @pytest.mark.parametrize("eps", [None, 1e-6], ids=["plain", "key norm"])
 @pytest.mark.parametrize("heads", [2, 3, 4])
 @pytest.mark.parametrize("budget", [0.5, 0.6, 0.75, 0.9])
-def test_the_best_choice(budget, heads, eps):
+def test_choose_finds_optimal_component_counts_within_budget(budget, heads, eps):
     for seed in range(5):
         losses = random_losses(heads, 3, seed)
         expected = by_trial(losses, heads, 3, 8, eps, budget)
@@ -93,7 +93,7 @@ def test_the_best_choice(budget, heads, eps):
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 2), (None, 1)])
-def test_in_half_precision_a_scale_of_normalised_keys_is_two_numbers(dtype, scales):
+def test_half_precision_key_scale_counts_as_two_cached_numbers(dtype, scales):
     for seed in range(5):
         choice = choose(random_losses(4, 3, seed), layouts(4, 3, eps=1e-6), 0.75, dtype)
         numbers = cached_numbers(choice.pairs, 4, 8, 1e-6, scales)
@@ -101,7 +101,7 @@ def test_in_half_precision_a_scale_of_normalised_keys_is_two_numbers(dtype, scal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_budget_is_that_of_the_real_cache(dtype, tmp_path):
+def test_chosen_cache_share_equals_measured_cache_share(dtype, tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3", None, dtype, num_attention_heads=4, num_key_value_heads=4)
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * number % 53}" for number in range(900)))
     report = crosshead.convert(source, tmp_path / "out", {}, cache="75%", calibration=tmp_path / "text.txt")
@@ -109,7 +109,7 @@ def test_the_budget_is_that_of_the_real_cache(dtype, tmp_path):
     assert report["chosen"]["cache"] == pytest.approx(after / before, abs=1e-6)
 
 
-def test_many_heads_are_tried_in_quarters():
+def test_component_counts_are_tried_in_quarters():
     assert counts_to_try(2) == [1]
     assert counts_to_try(4) == [1, 2, 3]
     assert counts_to_try(8) == [2, 4, 6]
@@ -118,7 +118,7 @@ def test_many_heads_are_tried_in_quarters():
 
 
 @pytest.mark.parametrize(("backbone", "groups"), grid(["Qwen3", "Qwen2", "Llama"], [1, 2], strength=1))
-def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_path):
+def test_component_trial_loss_equals_divergence_of_converted_model(backbone, groups, tmp_path):
     folder = write_stock(tmp_path / "source", backbone, num_key_value_heads=4)
     source = open_source(folder, scratch=tmp_path)
     stock = toys.STOCK[backbone][0].from_pretrained(folder)
@@ -141,8 +141,7 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
-def test_layers_are_fitted_to_the_counts_that_were_chosen(tmp_path):
-    """The result equals a conversion with the chosen counts as options."""
+def test_cache_budget_gives_same_weights_as_its_chosen_counts(tmp_path):
     source, text = (
         write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4),
         tmp_path / "text.txt",
@@ -164,14 +163,14 @@ def text(tmp_path):
     return path
 
 
-def test_active_heads_are_tried_in_sixths():
+def test_active_head_counts_are_tried_in_sixths():
     assert active_to_try(4) == [1, 2, 3]
     assert active_to_try(9) == [2, 3, 4, 6, 8]
     assert active_to_try(32) == [5, 11, 16, 21, 27]
 
 
 @pytest.mark.parametrize("percent", range(5, 100, 5))
-def test_a_budget_is_used_to_the_last_unit(percent):
+def test_budget_is_used_up_despite_rounding(percent):
     """Budgets must tolerate rounding: in floating point, 0.7 times 180 is less than 126."""
     losses = {
         (layer, side, count): float(10 - count) for layer in range(30) for side in PROJECTIONS for count in (1, 2)
@@ -186,7 +185,7 @@ def test_a_budget_is_used_to_the_last_unit(percent):
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.75, 0.9])
-def test_the_best_choice_of_active_heads(budget):
+def test_choose_active_finds_optimal_counts_within_budget(budget):
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         trials = product(range(3), ("active",), (1, 2, 3))
@@ -200,7 +199,7 @@ def test_the_best_choice_of_active_heads(budget):
         choose_active(losses, layouts(4, 3), 0.2)
 
 
-def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_path, monkeypatch):
+def test_active_trial_loss_equals_divergence_of_converted_model(text, tmp_path, monkeypatch):
     for module in (head_statistics, fitted_router):  # a conversion fits in the fastest dtype
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
     folder = write_stock(tmp_path / "source")
@@ -220,8 +219,8 @@ def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_pa
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
-def test_active_heads_within_a_budget_alone_and_with_the_cache(text, tmp_path):
-    """The result equals a conversion with the chosen counts as options."""
+def test_active_budget_gives_same_weights_as_its_chosen_counts(text, tmp_path):
+    """With and without a budget for the cache; a dry run chooses the same counts."""
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     options = {"calibration": text, "verify": False}
     for budgets in ({"active": "60%"}, {"active": 0.75, "cache": "60%"}):
@@ -252,7 +251,7 @@ def test_active_heads_within_a_budget_alone_and_with_the_cache(text, tmp_path):
         ({}, {"active": "most"}, "--active most"),
     ],
 )
-def test_requests_of_active_heads_that_are_refused(mixers, options, named, tmp_path):
+def test_invalid_active_budget_requests_are_refused(mixers, options, named, tmp_path):
     source = write_stock(tmp_path / "source")
     with pytest.raises(ConversionError, match=named):
         crosshead.convert(source, tmp_path / "out", mixers, **{"active": "75%"} | options)
@@ -264,7 +263,7 @@ def test_requests_of_active_heads_that_are_refused(mixers, options, named, tmp_p
     [({"cache": "24%"}, "--cache 24%.* 25%"), ({"active": "12%"}, r"--active 12%.* 12\.5%")],
 )
 @pytest.mark.parametrize("plan_only", [False, True])
-def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(budgets, named, plan_only, tmp_path):
+def test_too_small_budget_is_refused_before_measuring(budgets, named, plan_only, tmp_path):
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     stages = []
     with pytest.raises(ConversionError, match=named):

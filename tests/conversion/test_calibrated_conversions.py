@@ -50,7 +50,7 @@ def text(tmp_path):
     indirect=["source"],
     ids=str,
 )
-def test_component_heads(source, counts, text, tmp_path):
+def test_component_heads_shrink_cache_and_fold_back(source, counts, text, tmp_path):
     mixers = {"explicit": dict(zip(("key_heads", "value_heads", "groups"), counts, strict=True)), "gating": {}}
     report = crosshead.convert(source, tmp_path / "made", mixers, calibration=text)
     measured = report["verification"]
@@ -62,7 +62,7 @@ def test_component_heads(source, counts, text, tmp_path):
     assert folded["greatest_logit_difference"] < 1e-4 * folded["largest_logit"]
 
 
-def test_aligned_loses_less_than_svd(source, text, tmp_path):
+def test_aligned_method_has_lower_divergence_than_svd(source, text, tmp_path):
     losses = {}
     for method in ("aligned", "svd"):
         mixers = {"explicit": {"key_heads": 2, "value_heads": 2, "method": method}}
@@ -96,7 +96,7 @@ def test_saved_calibration_gives_the_same_bytes(source, mixers, text, tmp_path):
 TENSORS_RUN = ["embed_tokens", "0.input_layernorm", "0.self_attn.q_proj", "1.self_attn.v_proj", "0.mlp.down_proj"]
 
 
-def test_a_saved_calibration_is_for_the_weights_that_were_run(text, tmp_path):
+def test_saved_calibration_for_other_weights_is_refused(text, tmp_path):
     source, saved = write_stock(tmp_path / "source"), tmp_path / "saved.safetensors"
     mixers = {"explicit": {"key_heads": 1}}
     options = {"calibration": saved, "verify": False, "overwrite": True}
@@ -115,7 +115,7 @@ def test_a_saved_calibration_is_for_the_weights_that_were_run(text, tmp_path):
         crosshead.convert(source, tmp_path / "made", mixers, **options)
 
 
-def test_a_calibration_of_an_earlier_version_is_refused(text, tmp_path):
+def test_saved_calibration_of_earlier_version_is_refused(text, tmp_path):
     """The fingerprint of earlier versions covered key and value weights alone."""
     source, saved = write_stock(tmp_path / "source"), tmp_path / "saved.safetensors"
     mixers = {"explicit": {"key_heads": 1}}
@@ -125,7 +125,7 @@ def test_a_calibration_of_an_earlier_version_is_refused(text, tmp_path):
         crosshead.convert(source, tmp_path / "made", mixers, calibration=saved)
 
 
-def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_reads(text, tmp_path, monkeypatch):
+def test_calibration_reads_tensors_once_and_fingerprints_all_of_them(text, tmp_path, monkeypatch):
     source = open_source(write_stock(tmp_path / "source", "Qwen3Moe"), scratch=tmp_path)
     stock = read_config(source.config, "stock", "source")
     layouts = toys.mixed_config("Qwen3Moe", {}).layouts()
@@ -148,7 +148,7 @@ def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_read
     assert progress[-1][1] == progress[-1][2] == sum(source.store.entries[name].size for name in reads)
 
 
-def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
+def test_saved_calibration_can_be_used_for_other_head_counts(source, text, tmp_path):
     """Solutions that were fitted for some counts of heads are used for these counts only."""
     saved = tmp_path / "saved.safetensors"
     mixers = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
@@ -165,7 +165,7 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
         crosshead.convert(source, tmp_path / "third", mixers[0], calibration=saved)
 
 
-def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypatch):
+def test_full_disk_while_saving_calibration_keeps_work_folder(text, tmp_path, monkeypatch):
     source, mixers = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
     (tmp_path / "full").mkdir()
 
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("present", ["source/model.safetensors", "saved.safetensors"])
-def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
+def test_save_calibration_never_overwrites_other_files(present, text, tmp_path):
     source, mixers = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
     options = {"calibration": text, "verify": False}
     other = write_stock(tmp_path / "other", **HEADS)
@@ -198,7 +198,7 @@ def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
         crosshead.convert(source, tmp_path / out, mixers, save_calibration=saved, **options)
 
 
-def test_layers_chosen_within_a_budget(source, text, tmp_path):
+def test_auto_layers_stay_within_cache_budget(source, text, tmp_path):
     report = crosshead.convert(
         source, tmp_path / "made", {"explicit": {}}, layers="auto", budget=0.7, calibration=text
     )
@@ -214,7 +214,7 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
-def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_path):
+def test_auto_layers_use_and_record_given_or_default_text(method, text, tmp_path):
     source, mixers = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", mixers, calibration=text, **options)
@@ -241,7 +241,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
         assert third["chosen"]["text"] == DEFAULT_NAME
 
 
-def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
+def test_resumed_conversion_does_not_choose_layers_again(text, tmp_path, monkeypatch):
     """The finished shards contain the chosen heads."""
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     options = {"layers": "auto", "budget": 0.6, "calibration": text, "verify": False}
@@ -261,7 +261,7 @@ def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypatch):
+def test_resume_fingerprint_covers_settings_that_change_rounding(tmp_path, monkeypatch):
     source = open_source(write_stock(tmp_path / "source"), scratch=tmp_path)
     copied, computed = (resolve(source, {mixer: {}}, Options()) for mixer in ("knocking", "explicit"))
     before = copied.fingerprint, computed.fingerprint
@@ -273,7 +273,7 @@ def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("backbone", first(["Qwen3", "Llama"]))
-def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
+def test_weights_do_not_depend_on_source_shards_or_dtype(backbone, text, tmp_path):
     options = {"tie_word_embeddings": True, **HEADS}
     stored = write_stock(tmp_path / "stored", backbone, MANY_SHARDS, torch.bfloat16, **options)
     model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
@@ -290,7 +290,7 @@ def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
 
 
 @pytest.mark.oldest
-def test_most_used_heads_shared(source, text, tmp_path):
+def test_calibrated_shared_heads_reorder_only_attention_tensors(source, text, tmp_path):
     mixers = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
     report = crosshead.convert(source, tmp_path / "made", mixers, calibration=text)
     assert report["tolerance"]["divergence"] == 1e-5  # all heads are active, so that their order does not matter

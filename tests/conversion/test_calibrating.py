@@ -43,7 +43,7 @@ def silent(*_):
 
 
 @torch.no_grad()
-def test_a_model_writes_what_it_predicts(opened):
+def test_sampled_text_follows_model_probabilities(opened):
     _, model = opened
     steps = []
     sampled = sampled_text(model, (3, 9), [5, 7], KNOWN, lambda *done: steps.append(done))
@@ -58,7 +58,7 @@ def test_a_model_writes_what_it_predicts(opened):
     assert steps[-1] == (9, 9)
 
 
-def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
+def test_default_calibration_batch_includes_sampled_sequences(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
@@ -74,7 +74,7 @@ def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
 
 @pytest.mark.parametrize(("backbone", "decodes"), [("Llama", True), ("Bert", False), ("T5", False)])
 @pytest.mark.parametrize(("part", "count", "last"), [(0.5, 8, 4), (0.5, 5, 2), (0.25, 16, 4), (0.25, 1, 0)])
-def test_some_default_windows_of_a_decoder_are_documentation(backbone, decodes, part, count, last, tmp_path):
+def test_default_windows_of_decoders_include_documentation(backbone, decodes, part, count, last, tmp_path):
     source = open_source(write_stock(tmp_path / "source", backbone), scratch=tmp_path)
     tokens = Text.of(None, source).windows(source, 64, count, 61, documentation=part)
     last *= decodes
@@ -86,7 +86,7 @@ def test_some_default_windows_of_a_decoder_are_documentation(backbone, decodes, 
         assert torch.equal(tokens[count - last :], windows(tokenizer, default_documentation(), 64, last, 61))
 
 
-def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
+def test_calibration_batch_does_not_depend_on_free_memory(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     results = []
@@ -98,7 +98,7 @@ def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_a_large_model_writes_nothing(opened, monkeypatch):
+def test_large_model_is_calibrated_without_sampled_text(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "MAX_SAMPLED_PARAMETERS", 1000)
     text = Text.of(None, source)
@@ -106,7 +106,7 @@ def test_a_large_model_writes_nothing(opened, monkeypatch):
     assert text.calibration_batch(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
 
 
-def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
+def test_given_text_is_used_without_sampled_sequences(opened, tmp_path):
     source, model = opened
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
@@ -115,7 +115,7 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     assert torch.equal(tokens, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
 
 
-def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
+def test_window_length_is_limited_by_model_context(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (4, 128))
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
@@ -127,7 +127,7 @@ def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
     assert read_sample(source, None).tokens.shape[1] == 96
 
 
-def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
+def test_all_windows_start_with_tokenizer_start_token(tmp_path, monkeypatch):
     """Windows for calibration, the choice of layers and verification start with the tokenizer's first token."""
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     tokenizer = character_tokenizer()

@@ -54,7 +54,7 @@ def documents_and_text(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("documents_and_text", ["lines", "chat", "dataset", "dataset of chats"], indirect=True)
-def test_the_weights_of_a_text_file_with_the_same_content(documents_and_text, source, tmp_path):
+def test_documents_give_same_weights_as_text_file(documents_and_text, source, tmp_path):
     calibration, content = documents_and_text
     (tmp_path / "text.txt").write_text(content)
     options = {"verify": False}
@@ -66,7 +66,7 @@ def test_the_weights_of_a_text_file_with_the_same_content(documents_and_text, so
 
 
 @pytest.mark.parametrize("name", ["datasets:OWNER/SET", "datasets:OWNER/SET:en", "datasets:OWNER/SET:en:test"])
-def test_what_is_asked_of_the_hub(name, source, tmp_path, monkeypatch):
+def test_dataset_name_sets_load_dataset_arguments(name, source, tmp_path, monkeypatch):
     calls = []
 
     def load_dataset(*names, **options):
@@ -84,7 +84,7 @@ def test_what_is_asked_of_the_hub(name, source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [0, 5000], ids=["short lines", "other fields"])
-def test_a_long_file_is_read_evenly_until_there_is_enough_text(padding, tmp_path, monkeypatch):
+def test_long_file_is_sampled_evenly_up_to_character_limit(padding, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "CHARACTERS", 10_000)
     rows = [{"text": f"{number:04} ".ljust(100, "x"), "other": " " * padding} for number in range(180)]
     content = read_documents(write_lines(tmp_path / "long.jsonl", rows), None)
@@ -94,7 +94,7 @@ def test_a_long_file_is_read_evenly_until_there_is_enough_text(padding, tmp_path
     assert read[0] <= 3 and read[-1] >= 176
 
 
-def test_a_recipe_names_a_dataset_or_a_path(tmp_path):
+def test_recipe_calibration_is_dataset_or_path(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("mixers: {explicit: {}}\ncalibration: datasets:OWNER/SET\n")
     assert str(read_recipe(recipe)["calibration"]) == "datasets:OWNER/SET"
@@ -115,7 +115,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_one_line_for_a_damaged_file(case, tmp_path):
+def test_damaged_jsonl_gives_one_line_error(case, tmp_path):
     content, words = BAD[case]
     (tmp_path / "bad.jsonl").write_text(f"{content}\n")
     tokenizer = character_tokenizer()
@@ -125,7 +125,7 @@ def test_one_line_for_a_damaged_file(case, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_conversations_need_a_template(tmp_path):
+def test_conversations_without_chat_template_are_refused(tmp_path):
     lines = write_lines(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
     with pytest.raises(ConversionError, match="chat template"):
         read_documents(lines, character_tokenizer())
@@ -134,13 +134,13 @@ def test_conversations_need_a_template(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["datasets:", "datasets:a:b:c:d", "datasets:no/such/folder"])
-def test_one_line_for_a_dataset_that_is_not_there(name, source, tmp_path):
+def test_missing_dataset_gives_one_line_error(name, source, tmp_path):
     with pytest.raises(ConversionError, match=r"no/such/folder|datasets:") as error:
         crosshead.convert(source, tmp_path / "made", MIXERS, calibration=name)
     assert "\n" not in str(error.value) and not (tmp_path / "made").exists()
 
 
-def test_without_datasets_the_error_says_what_to_install(source, tmp_path, monkeypatch):
+def test_missing_datasets_library_names_pip_install(source, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConversionError, match="pip install"):
         crosshead.convert(source, tmp_path / "made", MIXERS, calibration="datasets:OWNER/SET")

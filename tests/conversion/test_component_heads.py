@@ -98,7 +98,7 @@ def explicit(counts):
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_all_heads_kept_is_the_model_itself(backbone, method):
+def test_keeping_all_heads_gives_same_logits(backbone, method):
     model = toy(backbone)
     counts = Counts(HEADS, HEADS)
     other = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts))
@@ -114,7 +114,7 @@ def test_all_heads_kept_is_the_model_itself(backbone, method):
         strength=1,
     ),
 )
-def test_mechanism_computes_what_the_approximation_does(backbone, method, counts):
+def test_explicit_mixer_gives_same_logits_as_approximated_stock_model(backbone, method, counts):
     model = toy(backbone)
     ours = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts), fitted=True)
     stock = changed_model(model, ComponentHeads.approximate, counts, method, fitted=True)
@@ -128,7 +128,7 @@ def test_mechanism_computes_what_the_approximation_does(backbone, method, counts
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_names_are_those_that_change(backbone, method):
+def test_rewritten_names_lists_changed_tensors(backbone, method):
     model = toy(backbone)
     statistics, layout = calibrated(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
@@ -144,8 +144,8 @@ def test_names_are_those_that_change(backbone, method):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_svd_is_appendix_f(count):
-    """Method svd equals appendix F, computed with its shapes: a matrix (Dim, H d), viewed as (d Dim, H)."""
+def test_svd_method_matches_appendix_f(count):
+    """The reference has the shapes of the appendix: a matrix (Dim, H d), viewed as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
     new = ComponentHeads(layouts(model)[0], Counts(count, count), "svd").rewrite(tensors, None)
@@ -164,7 +164,7 @@ def test_svd_is_appendix_f(count):
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(backbone):
+def test_reordered_groups_match_model_with_reordered_heads(backbone):
     model, other, order = toy(backbone), toy(backbone), [0, 3, 1, 2]
     queries = [2 * head + offset for head in order for offset in (0, 1)]
     for index, layout in enumerate(layouts(model)):
@@ -182,7 +182,7 @@ def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(back
     assert moved - {"q_norm.weight", "k_norm.weight"} <= set(ComponentHeads(layout, counts).rewritten_names())
 
 
-def test_heads_that_are_alike_share_a_group():
+def test_similar_heads_are_assigned_to_same_group():
     """Heads whose keys and values differ only by maps that the layer absorbs, and some noise, share a group."""
     model = toy("Llama")
     for layer in model.model.layers:
@@ -201,7 +201,7 @@ def test_heads_that_are_alike_share_a_group():
     assert lost[True] < 0.3 * lost[False]
 
 
-def test_aligned_loses_far_less_than_svd():
+def test_aligned_method_has_lower_error_than_svd():
     model = toy("Llama")
     target = logits(model)
     lost = {
@@ -211,7 +211,7 @@ def test_aligned_loses_far_less_than_svd():
     assert lost["aligned"] < 0.7 * lost["svd"]
 
 
-def test_same_bits_twice():
+def test_rewrite_is_deterministic():
     model = toy("Llama")
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
     first, second = (ComponentHeads(layout, Counts(3, 2)).rewrite(tensors, calibrated(model)[1]) for _ in range(2))
@@ -220,7 +220,7 @@ def test_same_bits_twice():
 
 @pytest.mark.parametrize("counts", [Counts(3, 2), Counts(2, 2, 2, True)], ids=["one group", "groups"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatch):
+def test_saved_solution_is_reused_without_solving(backbone, counts, monkeypatch):
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
     expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
@@ -236,14 +236,14 @@ def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatc
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
-def test_tensors_come_back_in_their_dtype():
+def test_rewritten_tensors_keep_dtype():
     model = toy("Qwen2")
     tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
     new = ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(tensors, calibrated(model)[0])
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
 
 
-def test_another_models_statistics_are_refused():
+def test_missing_or_mismatched_statistics_are_refused():
     model = toy("Llama")
     sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
     other = HeadStatistics(layouts(model)[0], sums)

@@ -17,7 +17,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_carried_out(name, tmp_path):
+def test_plan_matches_conversion_report_and_writes_nothing(name, tmp_path):
     write_stock(tmp_path / "source", "Qwen2")
     before = snapshot(tmp_path)
     plan = crosshead.convert(tmp_path / "source", tmp_path / "out", CASES[name], plan_only=True)
@@ -32,7 +32,7 @@ def test_the_plan_is_carried_out(name, tmp_path):
         assert plan[key] == report["verification"][key]
 
 
-def test_layers_that_are_chosen_are_in_the_plan(tmp_path):
+def test_plan_includes_automatically_chosen_layers(tmp_path):
     write_stock(tmp_path / "source")
     plan = crosshead.convert(
         tmp_path / "source", tmp_path / "out", {"explicit": {}}, layers="auto", budget=0.75, plan_only=True
@@ -41,7 +41,7 @@ def test_layers_that_are_chosen_are_in_the_plan(tmp_path):
     assert plan["chosen"]["losses"] and not (tmp_path / "out").exists()
 
 
-def test_a_fold_and_its_command(tmp_path, capfd, monkeypatch):
+def test_dry_run_of_fold_and_convert_commands_writes_nothing(tmp_path, capfd, monkeypatch):
     write_stock(tmp_path / "source")
     crosshead.convert(tmp_path / "source", tmp_path / "model", {"knocking": {"form": "linear"}})
     monkeypatch.chdir(tmp_path)
@@ -53,7 +53,7 @@ def test_a_fold_and_its_command(tmp_path, capfd, monkeypatch):
     assert snapshot(tmp_path) == before
 
 
-def test_a_target_that_cannot_be_written_is_refused(tmp_path):
+def test_dry_run_refuses_target_that_is_not_a_model_folder(tmp_path):
     write_stock(tmp_path / "source")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")

@@ -42,7 +42,7 @@ def hidden(folder, batch=2):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(("backbone", "task", "name"), grid(toys.ENCODERS, TASKS, NEUTRAL, strength=1))
-def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
+def test_neutral_conversion_and_fold_round_trip(backbone, task, name, tmp_path):
     source = write_encoder(tmp_path / "source", backbone, task)
     report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
     assert report["verification"]["must_equal"]
@@ -58,7 +58,7 @@ def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", toys.ENCODERS)
-def test_a_larger_vocabulary(backbone, tmp_path):
+def test_larger_vocabulary_extends_masked_lm_logits(backbone, tmp_path):
     source = write_encoder(tmp_path / "source", backbone, "ForMaskedLM")
     crosshead.convert(source, tmp_path / "made", {"gating": {}}, vocab_size=70, verify=False)
     read = transformers.AutoModelForMaskedLM.from_pretrained
@@ -71,7 +71,7 @@ def test_a_larger_vocabulary(backbone, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", toys.ENCODERS)
-def test_fewer_component_heads(backbone, tmp_path):
+def test_fewer_component_heads_give_similar_hidden_states(backbone, tmp_path):
     source = write_encoder(tmp_path / "source", backbone)
     mixers = {"explicit": {"key_heads": 4, "value_heads": 3, "norm": False, "method": "svd"}}
     report = crosshead.convert(source, tmp_path / "made", mixers)
@@ -79,7 +79,7 @@ def test_fewer_component_heads(backbone, tmp_path):
     assert 0.5 < report["verification"]["token_cosine"] < 1
 
 
-def test_the_minimum_size_is_below_the_written_size(tmp_path):
+def test_estimated_minimum_bytes_are_below_written_size(tmp_path):
     source = write_encoder(tmp_path / "source")
     mixers = {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False, "method": "svd"}}
     crosshead.convert(source, tmp_path / "made", mixers, verify=False)
@@ -89,7 +89,7 @@ def test_the_minimum_size_is_below_the_written_size(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch):
+def test_fitted_router_has_higher_cosine_than_paper_router(dtype, tmp_path, monkeypatch):
     """Inputs are recorded in bfloat16 on processors that support it, in float32 on others."""
     monkeypatch.setattr(fitted_router, "fast_dtype", lambda: dtype)
     source = write_encoder(tmp_path / "source")
@@ -113,7 +113,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.conversion)
-def test_limits(limit, tmp_path):
+def test_unsupported_encoder_conversions_are_refused(limit, tmp_path):
     backbone, mixers, options = REQUESTS[limit.conversion]
     write = write_image_model if backbone == "ViT" else write_encoder
     source = write(tmp_path / "source", backbone)
@@ -124,7 +124,7 @@ def test_limits(limit, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", toys.ENCODERS)
-def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
+def test_streamed_encoder_gives_same_hidden_states(backbone, tmp_path):
     source = write_encoder(tmp_path / "source", backbone, hidden_size=32)
     config = transformers.AutoConfig.from_pretrained(source)
     streamed = stream(SafetensorsStore(source), config, attn_implementation="eager")
@@ -132,7 +132,7 @@ def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
         assert torch.equal(streamed.run(toys.tokens(1)), hidden(source, batch=1))
 
 
-def test_a_checkpoint_as_the_first_ones_on_the_hub(tmp_path):
+def test_old_hub_bert_checkpoint_converts_exactly(tmp_path):
     """Old checkpoints have other norm names, pretraining heads, copies of tied weights, and position ids."""
     source = write_encoder(tmp_path / "source", task="ForPreTraining")
     expected = hidden(source)
@@ -155,7 +155,7 @@ def test_a_checkpoint_as_the_first_ones_on_the_hub(tmp_path):
     assert torch.equal(hidden(tmp_path / "made"), expected)
 
 
-def test_files_of_sentence_transformers_are_kept(tmp_path):
+def test_sentence_transformers_files_are_copied(tmp_path):
     source = write_encoder(tmp_path / "source", task="Model")
     (source / "modules.json").write_text('[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}]')
     (source / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
@@ -171,7 +171,7 @@ def test_files_of_sentence_transformers_are_kept(tmp_path):
         crosshead.convert(source, tmp_path / "other", {"knocking": {}})
 
 
-def test_what_needs_a_decoder(tmp_path):
+def test_gguf_fold_and_layer_probe_refuse_encoders(tmp_path):
     source = write_encoder(tmp_path / "source")
     with pytest.raises(ConversionError, match="GGUF"):
         crosshead.fold(source, tmp_path / "out.gguf")
@@ -183,7 +183,7 @@ def test_what_needs_a_decoder(tmp_path):
 @pytest.mark.parametrize(
     "name", ["BertForMultipleChoice", "BertForNextSentencePrediction", "T5ForTokenClassification"]
 )
-def test_classes_without_a_counterpart(name, tmp_path):
+def test_unsupported_architecture_classes_are_refused(name, tmp_path):
     source = write_encoder(tmp_path / "source", "Bert")
     content = json.loads((source / "config.json").read_text()) | {"architectures": [name]}
     content["model_type"] = "t5" if name.startswith("T5") else "bert"
@@ -192,7 +192,7 @@ def test_classes_without_a_counterpart(name, tmp_path):
         crosshead.convert(source, tmp_path / "made", {"talking": {}})
 
 
-def test_modules_with_weights_are_not_lost_without_a_word(tmp_path):
+def test_sentence_transformers_modules_with_weights_are_refused(tmp_path):
     source = write_encoder(tmp_path / "source", "Bert", "Model")
     types = ("models.Transformer", "models.Pooling", "models.Dense")
     modules = [
@@ -203,18 +203,18 @@ def test_modules_with_weights_are_not_lost_without_a_word(tmp_path):
         crosshead.convert(source, tmp_path / "made", {"talking": {}})
 
 
-def test_pairs_over_one_key_value_head(tmp_path):
+def test_differential_version_2_is_refused_for_albert(tmp_path):
     source = write_encoder(tmp_path / "source", "Albert")
     with pytest.raises(ConversionError, match="albert models; it pairs"):
         crosshead.convert(source, tmp_path / "made", {"differential": {"version": 2}})
 
 
-def test_cross_attention_of_a_bert_is_refused():
+def test_bert_config_with_cross_attention_is_refused():
     with pytest.raises(ValueError, match="add_cross_attention=True"):
         crosshead.CrossheadBertConfig(add_cross_attention=True, mixers={"talking": {}})
 
 
-def test_the_encoder_of_a_t5_takes_mechanisms_of_all_parts():
+def test_t5_encoder_config_assigns_mixers_to_encoder_part():
     config = crosshead.CrossheadT5Config(is_encoder_decoder=False, mixers={"mixture": {"active_heads": 3}})
     assert config.mixers["encoder"]["mixture"]["active_heads"] == 3
     with pytest.raises(ValueError, match="mixers"):

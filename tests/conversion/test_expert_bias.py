@@ -32,7 +32,7 @@ def logits(folder):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.oldest), torch.bfloat16])
-def test_zeros_are_dropped(dtype, tmp_path):
+def test_fold_drops_zero_biases(dtype, tmp_path):
     model = written(tmp_path / "model", dtype=dtype)
     report = crosshead.fold(model, tmp_path / "back")
     assert report["verification"]["tensors"]["unexpected"] == 0
@@ -45,14 +45,14 @@ def test_zeros_are_dropped(dtype, tmp_path):
     assert difference <= (1e-5 if dtype == torch.float32 else 0.1) * logits(model).abs().max()
 
 
-def test_others_are_refused_before_anything_is_written(tmp_path):
+def test_fold_refuses_nonzero_biases_before_writing(tmp_path):
     model = written(tmp_path / "model", 1e-3)
     with pytest.raises(ConversionError, match=BIAS):
         crosshead.fold(model, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
-def test_accounted_for_and_run_layer_by_layer(tmp_path):
+def test_biases_are_counted_and_streamed_model_gives_same_logits(tmp_path):
     source = open_source(written(tmp_path / "model", 0.4), scratch=tmp_path)
     config, tensors = checked_model(source)
     assert tensors == {"expected": len(source.store.entries), "missing": 0, "unexpected": 0}
@@ -66,7 +66,7 @@ def test_accounted_for_and_run_layer_by_layer(tmp_path):
             assert torch.equal(streamed_logits, whole(toys.tokens(1)).logits)
 
 
-def test_verified_beside_its_source(tmp_path):
+def test_verify_accepts_model_with_trained_biases(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe")
     crosshead.convert(source, tmp_path / "made", MIXERS)
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "made", expert_bias=True)
@@ -77,7 +77,7 @@ def test_verified_beside_its_source(tmp_path):
     assert report["kl_divergence"] > 0 and report["reload"]["checked"] == "logits and text"
 
 
-def test_stock_checkpoints_with_biases_are_refused(tmp_path):
+def test_stock_checkpoint_with_expert_bias_is_refused(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"expert_bias": True}))
@@ -85,7 +85,7 @@ def test_stock_checkpoints_with_biases_are_refused(tmp_path):
         crosshead.convert(source, tmp_path / "made", MIXERS)
 
 
-def test_a_checkpoint_without_its_biases_is_not_whole(tmp_path):
+def test_fold_refuses_checkpoint_with_missing_biases(tmp_path):
     model = written(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     written_without = write_model(toys.mixed_model("Qwen3Moe", MIXERS), tmp_path / "without")

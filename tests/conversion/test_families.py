@@ -24,24 +24,24 @@ def saved_shapes(model, folder):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(variant) or "plain")
 @pytest.mark.parametrize("backbone", [*toys.BACKBONES, "T5"])
-def test_stock_table_is_what_is_saved(backbone, variant, tmp_path):
+def test_stock_tensor_shapes_match_saved_checkpoint(backbone, variant, tmp_path):
     model = toys.stock_model(backbone, **variant)
     assert tensor_shapes(model.config) == saved_shapes(model, tmp_path)
 
 
-def test_dense_layers_of_a_mixture_of_experts(tmp_path):
+def test_tensor_shapes_of_dense_moe_layers_match_saved_checkpoint(tmp_path):
     model = toys.stock_model("Qwen3Moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     assert tensor_shapes(model.config) == saved_shapes(model, tmp_path)
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, toys.CASES, strength=1))
-def test_mixed_table_is_what_is_saved(backbone, case, tmp_path):
+def test_mixed_tensor_shapes_match_saved_checkpoint(backbone, case, tmp_path):
     model = toys.mixed_model(backbone, toys.CASES[case])
     assert tensor_shapes(model.config) == saved_shapes(model, tmp_path)
 
 
 @pytest.mark.parametrize("case", toys.CASES)
-def test_starting_values_are_the_models_own(case):
+def test_starting_values_match_model_initialisation(case):
     config = toys.mixed_config("Llama", toys.CASES[case])
     torch.manual_seed(0)
     states = [toys.crosshead.CrossheadLlamaForCausalLM(config).state_dict() for _ in range(DRAWS)]
@@ -60,7 +60,7 @@ def test_starting_values_are_the_models_own(case):
             assert 2 / 3 < drawn / expected < 3 / 2
 
 
-def test_starting_values_leave_the_callers_generator_alone():
+def test_starting_values_do_not_change_global_rng_state():
     config = toys.mixed_config("Llama", {"differential": {}})
     before = torch.random.get_rng_state()
     starting_values(config, 0, seed=0)
@@ -68,7 +68,7 @@ def test_starting_values_leave_the_callers_generator_alone():
 
 
 @pytest.mark.parametrize("name", toys.OF_DECODERS)
-def test_neutral_is_what_the_contract_suite_proves(name):
+def test_starts_neutral_agrees_with_neutral_mixer_cases(name):
     for options in toys.NEUTRAL[name]:
         assert starts_neutral(toys.mixed_config("Llama", options), allow_inexact=False)
     case = {name: toys.MECHANISM_CASES[name][name]}
@@ -87,7 +87,7 @@ def test_neutral_is_what_the_contract_suite_proves(name):
     ],
     ids=str,
 )
-def test_what_would_forget_is_refused(mixers):
+def test_non_neutral_mixers_need_allow_inexact(mixers):
     config = toys.mixed_config("Llama", mixers)
     with pytest.raises(ConversionError, match="--allow-inexact"):
         starts_neutral(config, allow_inexact=False)
@@ -95,7 +95,7 @@ def test_what_would_forget_is_refused(mixers):
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(["Llama", "Qwen3"], toys.CASES, strength=1))
-def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
+def test_cache_bytes_match_real_cache(backbone, case):
     model = toys.mixed_model(backbone, toys.CASES[case])
     cache = model(toys.tokens(batch=1, length=5)).past_key_values
     held = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
@@ -116,13 +116,13 @@ def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
         ({"model_type": "llama", "hidden_size": 24, "num_attention_heads": 5}, "stock", "config.json"),
     ],
 )
-def test_unusable_configs(content, kind, message):
+def test_unsupported_configs_are_refused(content, kind, message):
     with pytest.raises(ConversionError, match=message) as caught:
         read_config(content, kind, "toy")
     assert "\n" not in str(caught.value)
 
 
-def test_every_family_has_both_classes():
+def test_every_family_has_stock_and_crosshead_configs():
     for name, family in FAMILIES.items():
         assert family.stock.model_type == name
         assert family.crosshead.model_type == f"crosshead_{name}"

@@ -45,7 +45,7 @@ def heads_and_outputs(attention, inputs, arguments):
 @pytest.mark.parametrize("drift", [0.0, 0.1])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 @torch.no_grad()
-def test_it_is_the_least_squares_solution(backbone, drift):
+def test_output_change_is_ridge_least_squares_solution(backbone, drift):
     attention, calls, target = recorded(backbone, drift)
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
     compressed = {
@@ -66,12 +66,12 @@ def test_it_is_the_least_squares_solution(backbone, drift):
 
 
 @torch.no_grad()
-def test_nothing_to_add_where_nothing_changed():
+def test_output_change_is_zero_without_compression():
     attention, calls, _ = recorded("Llama", 0.0)
     assert output_change(attention, calls, {}).abs().max() < 1e-6
 
 
-def test_no_more_is_kept_than_is_read():
+def test_attention_calls_keep_at_most_max_tokens():
     windows = torch.arange(65.0)[:, None, None].expand(-1, 1024, 1)
     calls = AttentionCalls(torch.nn.Identity(), windows, windows)
     for window in windows.split(1):

@@ -86,7 +86,7 @@ def test_router_and_projection_are_least_squares_solutions(backbone, shared, act
 
 
 @torch.no_grad()
-def test_hooks_are_removed():
+def test_routed_context_removes_hooks_and_restores_projection():
     attention, routing, outputs = recorded("Llama")
     before = attention.o_proj.weight.clone()
     fitted = fit_router(outputs, before, routing, attention.head_dim)
@@ -98,8 +98,8 @@ def test_hooks_are_removed():
 
 @pytest.mark.parametrize("steps", [None, 0, 40], ids=["alone", "closed forms", "steps"])
 @torch.no_grad()
-def test_the_converted_model_computes_what_calibration_computed(steps, source, short, tmp_path, monkeypatch):
-    """A model without a mixture, routed by hooks, and the converted model give the same logits."""
+def test_converted_model_equals_source_routed_by_hooks(steps, source, short, tmp_path, monkeypatch):
+    """Alone and with component heads, which are fitted in closed form or by steps."""
     explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 1}}
     if explicit:  # Qwen3: its output projection absorbs a map
         source = write_stock(tmp_path / "source", "Qwen3", **HEADS)
@@ -124,7 +124,7 @@ def test_the_converted_model_computes_what_calibration_computed(steps, source, s
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
+def test_calibrated_router_has_lower_divergence_than_paper_router(source, text, tmp_path):
     losses = {}
     for method in ("calibrated", "paper"):
         mixers = {"mixture": {"active_heads": 5, "method": method}}
@@ -133,7 +133,7 @@ def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
     assert losses["calibrated"] < 0.7 * losses["paper"]
 
 
-def test_a_saved_calibration_gives_the_same_bytes_for_the_same_counts_only(source, text, tmp_path):
+def test_saved_router_gives_same_bytes_and_refuses_other_counts(source, text, tmp_path):
     mixers, saved = {"mixture": {"active_heads": 5}}, tmp_path / "saved.safetensors"
     crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
     crosshead.convert(source, tmp_path / "second", mixers, calibration=saved, verify=False)
@@ -142,18 +142,18 @@ def test_a_saved_calibration_gives_the_same_bytes_for_the_same_counts_only(sourc
         crosshead.convert(source, tmp_path / "third", {"mixture": {"active_heads": 6}}, calibration=saved)
 
 
-def test_all_heads_active_needs_no_text_and_starts_as_the_source(source, tmp_path):
+def test_all_heads_active_needs_no_calibration_and_is_neutral(source, tmp_path):
     report = crosshead.convert(source, tmp_path / "out", {"mixture": {"active_heads": 8}})
     assert "calibration" not in report and report["verification"]["greatest_logit_difference"] == 0
 
 
-def test_other_heads_in_each_layer(source, text, tmp_path):
+def test_layers_with_all_heads_active_are_copied(source, text, tmp_path):
     report = crosshead.convert(source, tmp_path / "out", {"mixture": {"active_heads": [8, 5]}}, calibration=text)
     assert report["tensors"]["model.layers.0.self_attn.o_proj.weight"]["fate"] == "copied"
     assert report["tensors"]["model.layers.1.self_attn.o_proj.weight"]["fate"] == "rewritten"
 
 
-def test_differential_is_refused(source, tmp_path):
+def test_fitted_router_with_differential_is_refused(source, tmp_path):
     with pytest.raises(ConversionError, match="differential"):
         crosshead.convert(
             source, tmp_path / "out", {"differential": {}, "mixture": {"active_heads": 3}}, allow_inexact=True

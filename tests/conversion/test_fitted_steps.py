@@ -59,7 +59,7 @@ def error(attention, tensors, calls, converted, after):
 
 @pytest.mark.parametrize("counts", [Counts(2, 2), Counts(4, 2), Counts(2, 4, 2, True)], ids=["both", "values", "keys"])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, counts):
+def test_steps_reduce_error_and_calibration_stores_fitted_tensors(backbone, counts):
     attention, statistics, calls, converted, after = recorded(backbone)
     layout, source = statistics.layout, {name: t.clone() for name, t in attention.state_dict().items()}
     heads, stock = ComponentHeads(layout, counts), solve_layer(attention, statistics, calls, counts)
@@ -82,8 +82,8 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypatch):
-    """Also without steps, where `as_written=False` returns the same head outputs in the source's own basis."""
+def test_solve_layer_as_written_returns_written_output_projection(backbone, monkeypatch):
+    """Without steps, `as_written=False` returns the same head outputs in the source's own basis."""
     monkeypatch.setattr(fitted_steps, "STEPS", 0)
     counts, tensors_of = Counts(2, 2), {}
     for as_written in (False, True):
@@ -97,7 +97,7 @@ def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypa
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
+def test_steps_change_only_named_tensors_deterministically(backbone):
     attention, statistics, calls, *_ = recorded(backbone)
     tensors = ComponentHeads(statistics.layout, Counts(2, 3)).rewrite(attention.state_dict(), statistics)
     parts = ComponentHeads(statistics.layout, Counts(2, 3)).fitted_parts()
@@ -109,7 +109,7 @@ def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
 
 
 @pytest.mark.parametrize("rate", [100.0, float("nan")])
-def test_steps_that_make_it_worse_are_undone(rate, monkeypatch):
+def test_steps_that_raise_error_are_undone(rate, monkeypatch):
     monkeypatch.setattr(fitted_steps, "RATE", rate)
     attention, statistics, calls, *_ = recorded("Llama")
     tensors = ComponentHeads(statistics.layout, Counts(2, 2)).rewrite(attention.state_dict(), statistics)
@@ -118,7 +118,7 @@ def test_steps_that_make_it_worse_are_undone(rate, monkeypatch):
     assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in fitted.items())
 
 
-def test_an_error_of_the_size_of_rounding_is_left(monkeypatch):
+def test_steps_are_skipped_below_minimum_error(monkeypatch):
     attention, statistics, calls, *_ = recorded("Llama")
     monkeypatch.setattr(fitted_steps, "MIN_ERROR", 10.0)
     counts = Counts(2, 2)

@@ -57,7 +57,7 @@ def folded_state(model, stock):
 
 @pytest.mark.parametrize("mixers", FOLDABLE.values(), ids=FOLDABLE)
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_trained_mixers_fold(backbone, mixers):
+def test_folded_stock_model_matches_trained_mixers(backbone, mixers):
     heads = {"num_key_value_heads": 4} if "groups" in mixers.get("explicit", {}) else {}
     model = toys.mixed_model(backbone, mixers, **heads)
     stock = toys.stock_model(backbone, **heads)
@@ -69,7 +69,7 @@ def test_trained_mixers_fold(backbone, mixers):
 
 @pytest.mark.parametrize("name", toys.OF_DECODERS)
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
-def test_what_is_as_it_started_goes(backbone, name):
+def test_untrained_neutral_mixers_fold_to_source_weights(backbone, name):
     for mixers in toys.NEUTRAL[name]:
         stock = toys.stock_model(backbone)
         model = getattr(toys.crosshead, f"Crosshead{backbone}ForCausalLM")(toys.mixed_config(backbone, mixers))
@@ -79,7 +79,7 @@ def test_what_is_as_it_started_goes(backbone, name):
 
 
 @pytest.mark.parametrize(("mixers", "reason"), STUCK, ids=str)
-def test_what_cannot_fold_says_why(mixers, reason):
+def test_unfoldable_mixers_are_refused_with_reason(mixers, reason):
     model = toys.mixed_model("Llama", mixers)
     with pytest.raises(ConversionError) as caught:
         fold_layers(StateStore(model.state_dict()), model.config, {})

@@ -162,7 +162,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("seed", first(range(8)))
-def test_random_damage_is_one_line_or_harmless(seed, checkpoints, tmp_path, caplog):
+def test_random_damage_converts_or_gives_one_line_error(seed, checkpoints, tmp_path, caplog):
     # The library may log what it reads; pytest's workers cannot report half a surrogate pair.
     caplog.set_level(logging.CRITICAL + 1, "transformers")
     chance = random.Random(seed)

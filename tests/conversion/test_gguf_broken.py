@@ -75,7 +75,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_one_line_on_what_is_wrong(tmp_path, whole, damage, message):
+def test_damaged_gguf_gives_one_line_error(tmp_path, whole, damage, message):
     path = tmp_path / "toy.gguf"
     path.write_bytes(damage(whole))
     with pytest.raises(ConversionError, match=message) as caught:
@@ -83,28 +83,28 @@ def test_one_line_on_what_is_wrong(tmp_path, whole, damage, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_alone(tmp_path):
+def test_vocabulary_only_gguf_is_refused(tmp_path):
     path = gguf_toys.write(tmp_path / "toy.gguf", {}, gguf_toys.TOKENIZER, "llama")
     with pytest.raises(ConversionError, match="vocabulary"):
         GgufStore(path)
 
 
 @pytest.mark.parametrize("count", [3, 2**32 - 1])
-def test_experts_that_do_not_fit(tmp_path, count):
+def test_wrong_expert_count_is_refused(tmp_path, count):
     model = gguf_toys.model("Qwen3Moe")
     path = gguf_toys.write_model(tmp_path / "toy.gguf", model, "Qwen3Moe", **{"qwen3moe.expert_count": count})
     with pytest.raises(ConversionError, match=rf"\[4, 64, 64\].*{count}"):
         GgufStore(path)
 
 
-def test_without_the_package(tmp_path, whole, monkeypatch):
+def test_missing_gguf_package_names_pip_install(tmp_path, whole, monkeypatch):
     (tmp_path / "toy.gguf").write_bytes(whole)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConversionError, match=r'pip install "crosshead\[gguf\]"'):
         GgufStore(tmp_path / "toy.gguf")
 
 
-def test_random_damage_is_one_line_or_harmless(tmp_path, whole):
+def test_random_header_damage_loads_or_gives_one_line_error(tmp_path, whole):
     generator = random.Random(0)
     header = whole.index(b"blk.0.ffn_norm.weight") + 60
     path, refused = tmp_path / "toy.gguf", 0

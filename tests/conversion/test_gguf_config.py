@@ -37,7 +37,7 @@ def write_with_factors(path, model, **facts):
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_the_config_is_that_of_the_model(tmp_path, backbone):
+def test_config_matches_model_config(tmp_path, backbone):
     changes: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 1e-5}
     changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 70000.0}
     if backbone == "Qwen3Moe":
@@ -52,7 +52,7 @@ def test_the_config_is_that_of_the_model(tmp_path, backbone):
     assert (store.config["bos_token_id"], store.config["eos_token_id"], store.config["pad_token_id"]) == (0, 0, None)
 
 
-def test_biases_are_seen(tmp_path):
+def test_biases_are_read_and_set_in_config(tmp_path):
     model = gguf_toys.model("Llama", attention_bias=True, mlp_bias=True)
     store = GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, "Llama"))
     assert store.config["attention_bias"] is store.config["mlp_bias"] is True
@@ -71,13 +71,13 @@ def test_biases_are_seen(tmp_path):
         ({"": "F16", "ffn_up.weight": "Q8_0"}, "float32"),
     ],
 )
-def test_the_dtype_is_that_of_the_matrices(tmp_path, formats, dtype):
+def test_dtype_follows_matrix_formats(tmp_path, formats, dtype):
     model = gguf_toys.model("Llama")
     assert GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, "Llama", formats)).config["dtype"] == dtype
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama3_stretching_comes_back(tmp_path, factor):
+def test_llama3_rope_factors_give_llama3_rope_parameters(tmp_path, factor):
     model = llama3_model(factor=factor)
     store = GgufStore(write_with_factors(tmp_path / "toy.gguf", model))
     assert store.config["rope_parameters"] == model.config.rope_parameters
@@ -85,7 +85,7 @@ def test_llama3_stretching_comes_back(tmp_path, factor):
     assert store.entries.keys() == gguf_toys.stock_tensors(model).keys()
 
 
-def test_factors_of_one_are_no_stretching(tmp_path):
+def test_rope_factors_of_one_give_default_rope(tmp_path):
     model = gguf_toys.model("Llama")
     tensors = gguf_toys.gguf_tensors(model, "llama") | {"rope_freqs.weight": np.ones(8, dtype=np.float32)}
     path = gguf_toys.write(tmp_path / "toy.gguf", tensors, gguf_toys.metadata(model, "llama"), "llama")
@@ -93,7 +93,7 @@ def test_factors_of_one_are_no_stretching(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}])
-def test_other_stretching_is_longrope(tmp_path, changes):
+def test_other_rope_factors_give_longrope_with_same_frequencies(tmp_path, changes):
     model = llama3_model(**changes)
     store = GgufStore(write_with_factors(tmp_path / "toy.gguf", model))
     config = AutoConfig.for_model(**store.config)
@@ -107,7 +107,7 @@ def test_other_stretching_is_longrope(tmp_path, changes):
 
 
 @pytest.mark.parametrize("factors", [[1.0] * 7 + [2.0] * 2, [2.0] * 7 + [0.0], [2.0] * 7 + [-1.0], [float("nan")] * 8])
-def test_factors_that_cannot_be(tmp_path, factors):
+def test_invalid_rope_factors_are_refused(tmp_path, factors):
     model = gguf_toys.model("Llama")
     tensors = gguf_toys.gguf_tensors(model, "llama") | {"rope_freqs.weight": np.array(factors, dtype=np.float32)}
     path = gguf_toys.write(tmp_path / "toy.gguf", tensors, gguf_toys.metadata(model, "llama"), "llama")
@@ -115,7 +115,7 @@ def test_factors_that_cannot_be(tmp_path, factors):
         GgufStore(path)
 
 
-def test_two_kinds_of_stretching_are_refused(tmp_path):
+def test_rope_factors_with_scaling_metadata_are_refused(tmp_path):
     facts = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     with pytest.raises(ConversionError, match="RoPE"):
         GgufStore(write_with_factors(tmp_path / "toy.gguf", llama3_model(), **facts))
@@ -132,7 +132,7 @@ def test_two_kinds_of_stretching_are_refused(tmp_path):
         ),
     ],
 )
-def test_stretching_that_the_metadata_tells(tmp_path, facts, expected):
+def test_rope_scaling_metadata_sets_rope_parameters(tmp_path, facts, expected):
     model = gguf_toys.model("Qwen3")
     metadata = {f"qwen3.rope.scaling.{key}": value for key, value in facts.items()}
     store = GgufStore(gguf_toys.write_model(tmp_path / "toy.gguf", model, "Qwen3", **metadata))
@@ -163,7 +163,7 @@ def test_stretching_that_the_metadata_tells(tmp_path, facts, expected):
         ({"general.alignment": 0}, "general.alignment=0"),
     ],
 )
-def test_metadata_that_cannot_be(tmp_path, facts, message):
+def test_unsupported_metadata_is_refused(tmp_path, facts, message):
     model = gguf_toys.model("Llama")
     metadata = gguf_toys.metadata(model, "llama") | facts
     architecture = metadata.pop("general.architecture", "llama")
@@ -173,7 +173,7 @@ def test_metadata_that_cannot_be(tmp_path, facts, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_size_that_is_missing(tmp_path):
+def test_missing_expert_size_is_refused(tmp_path):
     model = gguf_toys.model("Qwen3Moe")
     metadata = gguf_toys.metadata(model, "qwen3moe")
     del metadata["qwen3moe.expert_feed_forward_length"]

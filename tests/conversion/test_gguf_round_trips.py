@@ -18,7 +18,7 @@ gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc
     reason="this transformers gets the tokenizers of GGUF files wrong",
 )
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_there_and_back(backbone, tmp_path):
+def test_gguf_convert_and_fold_round_trip(backbone, tmp_path):
     changes = {"norm_topk_prob": True} if backbone == "Qwen3Moe" else {}  # as in every engine that reads GGUF
     model = gguf_toys.model(backbone, **changes)
     gguf = gguf_toys.write_model(tmp_path / "toy.gguf", model, backbone)

@@ -36,7 +36,7 @@ def stored(path: Path, backbone: str, formats: dict[str, str] | None = None, **c
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_what_was_written_is_read(tmp_path, backbone, tied):
+def test_store_reads_written_tensors(tmp_path, backbone, tied):
     model, store = stored(tmp_path, backbone, tie_word_embeddings=tied)
     expected = gguf_toys.stock_tensors(model)
     assert store.entries.keys() == expected.keys()
@@ -48,7 +48,7 @@ def test_what_was_written_is_read(tmp_path, backbone, tied):
 
 
 @pytest.mark.parametrize(("backbone", "form"), oldest(grid(toys.BACKBONES, FORMATS, strength=1)))
-def test_numbers_are_those_that_transformers_unpacks(tmp_path, backbone, form):
+def test_dequantised_tensors_match_transformers(tmp_path, backbone, form):
     _, store = stored(tmp_path, backbone, FORMATS[form])
     config = AutoConfig.for_model(**store.config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="toy.gguf", config=config, dtype=torch.float32)
@@ -58,7 +58,7 @@ def test_numbers_are_those_that_transformers_unpacks(tmp_path, backbone, form):
         assert torch.equal(store.read(name).float(), tensor), name
 
 
-def test_numbers_that_are_not_quantised_keep_their_format(tmp_path):
+def test_unquantised_tensors_keep_dtype(tmp_path):
     _, store = stored(tmp_path, "Llama", {"": "Q8_0", "token_embd.weight": "BF16", "attn_q.weight": "F16"})
     dtypes = {name.removeprefix("model.layers.0."): entry.dtype for name, entry in store.entries.items()}
     assert dtypes["model.embed_tokens.weight"] == "BF16"
@@ -70,7 +70,7 @@ def test_numbers_that_are_not_quantised_keep_their_format(tmp_path):
         assert chunked(store, name) == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_pieces_are_whole_heads(tmp_path, monkeypatch):
+def test_chunks_contain_whole_heads(tmp_path, monkeypatch):
     model, store = stored(tmp_path, "Llama")
     monkeypatch.setattr("crosshead.conversion.gguf.tensors.CHUNK", 1)
     for name, tensor in gguf_toys.stock_tensors(model).items():
@@ -79,7 +79,7 @@ def test_pieces_are_whole_heads(tmp_path, monkeypatch):
     assert len(list(store.chunks("model.layers.0.self_attn.v_proj.weight"))) == 32
 
 
-def test_shards_in_the_order_of_layers(tmp_path, monkeypatch):
+def test_shards_follow_layer_order_and_size_limit(tmp_path, monkeypatch):
     _, store = stored(tmp_path, "Qwen3Moe", tie_word_embeddings=False)
     assert list(store.shards) == ["model.safetensors"]
     monkeypatch.setattr(gguf_store, "MAX_SHARD", 60_000)
@@ -99,7 +99,7 @@ def test_shards_in_the_order_of_layers(tmp_path, monkeypatch):
         assert len(group) == 1 or sum(sharded.entries[name].size for name in group) <= 60_000
 
 
-def test_a_file_in_parts(tmp_path):
+def test_split_file_is_read_and_missing_part_is_refused(tmp_path):
     model = gguf_toys.model("Llama")
     tensors = list(gguf_toys.gguf_tensors(model, "llama").items())
     facts = gguf_toys.metadata(model, "llama")
@@ -118,7 +118,7 @@ def test_a_file_in_parts(tmp_path):
         GgufStore(tmp_path / "alone.gguf")
 
 
-def test_the_fingerprint_follows_the_file(tmp_path):
+def test_fingerprint_changes_with_file_content(tmp_path):
     model, store = stored(tmp_path, "Llama")
     assert GgufStore(tmp_path / "toy.gguf").fingerprint() == store.fingerprint()
     (tmp_path / "toy.gguf").unlink()

@@ -41,7 +41,7 @@ def written(folder, tokenizer, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read(kind, tmp_path):
+def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
     tokenizer = KINDS[kind]()
     metadata = written(tmp_path, tokenizer)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -61,7 +61,7 @@ def test_what_is_written_is_read(kind, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "side")(TEXT).input_ids == tokenizer(TEXT).input_ids
 
 
-def test_types_of_tokens(tmp_path):
+def test_token_types_of_bpe_vocabulary(tmp_path):
     metadata = written(tmp_path, toy.bpe())
     types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     assert (types["<s>"], types["</s>"], types["<think>"], types["low"]) == (CONTROL, CONTROL, USER_DEFINED, NORMAL)
@@ -69,7 +69,7 @@ def test_types_of_tokens(tmp_path):
     assert metadata["tokenizer.ggml.merges"][:3] == ["l o", "lo w", "e r"]
 
 
-def test_types_and_scores_of_sentencepiece(tmp_path):
+def test_token_types_and_scores_of_sentencepiece_vocabulary(tmp_path):
     metadata = written(tmp_path, toy.sentencepiece())
     tokens = metadata["tokenizer.ggml.tokens"]
     types = dict(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
@@ -81,7 +81,7 @@ def test_types_and_scores_of_sentencepiece(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "end"), [("<s> ", ""), ("", " </s>"), ("<s> ", " </s>")])
-def test_bos_and_eos(start, end, tmp_path):
+def test_add_bos_and_add_eos_follow_post_processor(start, end, tmp_path):
     tokenizer = toy.bpe()
     special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -92,7 +92,7 @@ def test_bos_and_eos(start, end, tmp_path):
     assert metadata["tokenizer.ggml.add_eos_token"] is bool(end)
 
 
-def test_ids_of_the_config_where_the_tokenizer_has_none(tmp_path):
+def test_config_special_ids_replace_missing_tokenizer_ids(tmp_path):
     tokenizer = toy.bpe()
     tokenizer.bos_token = None
     metadata = written(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
@@ -101,7 +101,7 @@ def test_ids_of_the_config_where_the_tokenizer_has_none(tmp_path):
 
 
 @pytest.mark.parametrize("templates", ["{{ 1 }}", {"default": "{{ 1 }}", "tool-use": "{{ 2 }}"}])
-def test_chat_templates(templates, tmp_path):
+def test_chat_templates_are_written(templates, tmp_path):
     tokenizer = toy.bpe()
     tokenizer.chat_template = templates
     metadata = written(tmp_path, tokenizer)
@@ -119,7 +119,7 @@ def read_back(tmp_path, tokenizer):
     return AutoTokenizer.from_pretrained(tmp_path / "side")
 
 
-def test_no_token_is_added(tmp_path):
+def test_reading_adds_no_token_to_vocabulary(tmp_path):
     """transformers would add `<|endoftext|>` after the vocabulary."""
     tokenizer = toy.bpe()
     read = read_back(tmp_path, tokenizer)
@@ -128,7 +128,7 @@ def test_no_token_is_added(tmp_path):
     assert len(read) <= toy.VOCABULARY and set(tokenizer.get_vocab()) <= set(read.get_vocab())
 
 
-def test_tokens_with_spaces(tmp_path):
+def test_added_tokens_with_spaces_round_trip(tmp_path):
     tokenizer = toy.bpe()
     tokenizer.add_tokens([AddedToken("low er", normalized=False), AddedToken("   ", normalized=False)])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end of turn>"]})
@@ -205,11 +205,11 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_bad_requests(case, bases, tmp_path, capfd, monkeypatch):
+def test_bad_gguf_fold_gives_one_line_error_and_no_files(case, bases, tmp_path, capfd, monkeypatch):
     leaves_nothing(case, bases, tmp_path, capfd, monkeypatch)
 
 
-def test_command(bases, tmp_path, capfd, monkeypatch):
+def test_fold_command_writes_and_overwrites_gguf(bases, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capfd, monkeypatch, ["fold", str(bases / "one"), "new/x.gguf", "--type", "q8_0"])
     assert (status, sorted(path.name for path in (tmp_path / "new").iterdir())) == (
@@ -225,7 +225,7 @@ def test_command(bases, tmp_path, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
-def test_errors_leave_what_was_there(error, bases, tmp_path, monkeypatch):
+def test_failed_fold_leaves_existing_files_unchanged(error, bases, tmp_path, monkeypatch):
     crosshead.fold(bases / "one", tmp_path / "x.gguf", verify=False)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -257,7 +257,7 @@ crosshead.fold(sys.argv[1], sys.argv[2], verify=False)
 
 
 @pytest.mark.parametrize("moment", first(["while it writes", "between file and record"]))
-def test_killed(moment, bases, tmp_path):
+def test_killed_fold_is_completed_by_next_run(moment, bases, tmp_path):
     target, record = tmp_path / "x.gguf", tmp_path / "x.gguf.conversion.json"
     work = tmp_path / ".x.gguf.crosshead-partial"
     command = [sys.executable, "-P", "-c", KILLED, bases / "one", target, moment]

@@ -70,7 +70,7 @@ def contents(path):
 
 
 @pytest.mark.parametrize(("backbone", "tied"), oldest(grid(toys.BACKBONES, (True, False))))
-def test_our_reader_gives_the_folded_model(backbone, tied, tmp_path):
+def test_written_file_reads_back_as_folded_model(backbone, tied, tmp_path):
     report, path, folder = folded(tmp_path, backbone, tie_word_embeddings=tied, rms_norm_eps=1e-5)
     verification = report["verification"]
     assert verification["must_equal"] and verification["kl_divergence"] < 1e-6
@@ -90,7 +90,7 @@ def test_our_reader_gives_the_folded_model(backbone, tied, tmp_path):
     }
 
 
-def test_a_stock_model_gives_the_same_file(tmp_path):
+def test_stock_model_gives_same_file_as_folded_model(tmp_path):
     _, path, folder = folded(tmp_path, "Llama")
     report = crosshead.fold(folder, tmp_path / "again.gguf")
     assert report["verification"]["must_equal"] and report["counts"]["rewritten"] == 0
@@ -101,7 +101,7 @@ def test_a_stock_model_gives_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_the_file_is_that_of_another_writer(backbone, tmp_path):
+def test_tensors_and_metadata_match_reference_writer(backbone, tmp_path):
     """Names from gguf's own table, interleaved rows of queries and keys, stacked experts, the same metadata."""
     _, path, folder = folded(tmp_path, backbone, **sizes(backbone))
     model, architecture = stock(folder), gguf_toys.ARCHITECTURES[backbone]
@@ -118,7 +118,7 @@ def test_the_file_is_that_of_another_writer(backbone, tmp_path):
 
 
 @pytest.mark.parametrize(("backbone", "type"), grid(toys.BACKBONES, FILE_TYPES, strength=1))
-def test_types(backbone, type, tmp_path):
+def test_file_types_quantise_matrices_only(backbone, type, tmp_path):
     report, path, folder = folded(tmp_path, backbone, type, **sizes(backbone))
     fields, tensors = contents(path)
     assert gguf.LlamaFileType(fields["general.file_type"]).name.endswith(type.upper())
@@ -138,7 +138,7 @@ def test_types(backbone, type, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "form"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
-def test_the_type_is_that_of_the_model(dtype, form, tmp_path):
+def test_default_type_follows_model_dtype(dtype, form, tmp_path):
     report, path, folder = folded(tmp_path, dtype=getattr(torch, dtype))
     _, tensors = contents(path)
     assert {each.tensor_type.name for each in tensors.values()} == {form, "F32"}
@@ -149,7 +149,7 @@ def test_the_type_is_that_of_the_model(dtype, form, tmp_path):
     assert report["gguf"]["type"] == form.lower()
 
 
-def test_rows_that_are_no_multiple_of_a_block(tmp_path):
+def test_rows_not_divisible_by_block_are_written_as_f16(tmp_path):
     report, path, _ = folded(tmp_path, type="q4_0", **sizes("Llama") | {"intermediate_size": 40})
     _, tensors = contents(path)
     assert {name for name, each in tensors.items() if each.tensor_type.name == "F16"} == {
@@ -158,7 +158,7 @@ def test_rows_that_are_no_multiple_of_a_block(tmp_path):
     assert report["gguf"]["not_quantised"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
 
 
-def test_biases(tmp_path):
+def test_biases_are_written(tmp_path):
     made = tokenizers.write_mixed(tmp_path / "made", attention_bias=True, mlp_bias=True)
     state(lambda tensors: [tensors[name].zero_() for name in tensors if name.endswith("o_proj.bias")])(made)
     report = crosshead.fold(made, tmp_path / "x.gguf")
@@ -182,7 +182,7 @@ def test_biases(tmp_path):
         (LINEAR, "linear"),
     ],
 )
-def test_rope(rope, kind, tmp_path):
+def test_rope_parameters_are_written(rope, kind, tmp_path):
     _, path, folder = folded(tmp_path, rope_parameters=rope)
     parameters = GgufStore(path).config["rope_parameters"]
     assert parameters["rope_type"] == kind
@@ -196,7 +196,7 @@ def test_rope(rope, kind, tmp_path):
     assert ("rope_freqs.weight" in tensors) is (rope["rope_type"] in ("llama3", "longrope"))
 
 
-def test_yarn_in_other_families(tmp_path):
+def test_yarn_rope_round_trips_for_qwen2(tmp_path):
     _, path, _ = folded(tmp_path, "Qwen2", rope_parameters=YARN)
     assert GgufStore(path).config["rope_parameters"] == YARN
 
@@ -217,7 +217,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_llama_cpp_cannot_run(name, tmp_path):
+def test_models_unsupported_by_llama_cpp_are_refused(name, tmp_path):
     backbone, changes, words = REFUSED[name]
     made = tokenizers.write_mixed(tmp_path / "made", backbone, **changes)
     with pytest.raises(ConversionError) as caught:
@@ -226,7 +226,7 @@ def test_models_that_llama_cpp_cannot_run(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_blocks_do_not_change_the_file(tmp_path, monkeypatch):
+def test_file_does_not_depend_on_chunk_size(tmp_path, monkeypatch):
     made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
     crosshead.fold(made, tmp_path / "one.gguf", type="q8_0", verify=False)
     monkeypatch.setattr("crosshead.conversion.writing.shard_writer.CHUNK", 1)
@@ -234,7 +234,7 @@ def test_blocks_do_not_change_the_file(tmp_path, monkeypatch):
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "many.gguf").read_bytes()
 
 
-def test_numbers_that_overflow(tmp_path):
+def test_values_that_overflow_float16_are_refused(tmp_path):
     made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
     value("model.layers.0.mlp.up_proj.weight", 1e6)(made)
     for type in ("f16", "q8_0"):
@@ -243,7 +243,7 @@ def test_numbers_that_overflow(tmp_path):
     crosshead.fold(made, tmp_path / "x.gguf", type="bf16", verify=False)
 
 
-def test_damaged_files_are_noticed(tmp_path, monkeypatch):
+def test_verification_detects_wrong_file(tmp_path, monkeypatch):
     from crosshead.conversion.gguf import writer
 
     made = tokenizers.write_mixed(tmp_path / "made")
@@ -253,7 +253,7 @@ def test_damaged_files_are_noticed(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_dry_run(tmp_path):
+def test_dry_run_reports_tensors_and_size(tmp_path):
     made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
     report = crosshead.fold(made, tmp_path / "x.gguf", type="q8_0", plan_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]

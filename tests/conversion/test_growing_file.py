@@ -14,7 +14,7 @@ GROUPS = [
 ]
 
 
-def test_it_holds_what_came(tmp_path):
+def test_streamed_file_contains_all_tensors_and_metadata(tmp_path):
     path = tmp_path / "grown.safetensors"
     tensors = {name: tensor for group in GROUPS for name, tensor in group.items()}
     write_streamed(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, GROUPS, {"made_for": "x"})
@@ -25,7 +25,7 @@ def test_it_holds_what_came(tmp_path):
         assert file.metadata() == {"made_for": "x"}
 
 
-def test_an_error_between_leaves_no_readable_file(tmp_path):
+def test_error_while_streaming_leaves_unreadable_file(tmp_path):
     path = tmp_path / "grown.safetensors"
 
     def groups():

@@ -21,7 +21,7 @@ def random_cost(heads, seed):
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 3), (6, 2), (8, 4), (8, 1), (3, 3)])
-def test_few_heads_are_assigned_at_the_minimum_cost(heads, groups):
+def test_few_heads_are_grouped_at_minimum_cost(heads, groups):
     size = heads // groups
     for seed in range(3):
         cost = random_cost(heads, seed)
@@ -34,7 +34,7 @@ def test_few_heads_are_assigned_at_the_minimum_cost(heads, groups):
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 4), (12, 4), (32, 8)])
-def test_kinds_of_heads_stay_together_and_equal_costs_keep_the_order(heads, groups):
+def test_similar_heads_are_grouped_and_equal_costs_keep_order(heads, groups):
     size = heads // groups
     kinds = [head % groups for head in range(heads)]
     assignment = equal_groups(heads, groups, lambda group: len({kinds[head] for head in group}) - 1.0)
@@ -43,12 +43,12 @@ def test_kinds_of_heads_stay_together_and_equal_costs_keep_the_order(heads, grou
     assert same == [tuple(range(start, start + size)) for start in range(0, heads, size)]
 
 
-def test_query_heads_follow():
+def test_query_order_follows_key_value_head_order():
     layout = HeadLayout(hidden_size=16, query_heads=6, key_value_heads=3, head_dim=8)
     assert query_order([2, 0, 1], layout) == [4, 5, 0, 1, 2, 3]
 
 
-def test_names_tell_what_was_fitted_apart():
+def test_labels_encode_counts_groups_and_order():
     counts = [Counts(2, 4), Counts(2, 4, 2), Counts(2, 4, 2, True), Counts(2, 2, 2), Counts(2, 4, 1, True)]
     assert [each.label("2") for each in counts] == [
         "2",
@@ -61,7 +61,7 @@ def test_names_tell_what_was_fitted_apart():
 
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
-def test_layers_with_groups_are_chosen_within_a_budget(method, tmp_path):
+def test_auto_layers_choose_counts_divisible_by_groups(method, tmp_path):
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     mixers, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
     report = crosshead.convert(source, tmp_path / "made", mixers, **options)
@@ -93,7 +93,7 @@ def combined(request, tmp_path_factory):
     )
 
 
-def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
+def test_number_of_groups_is_chosen_by_fitted_error(combined, tmp_path):
     name, source = combined
     saved, groups = tmp_path / "saved.safetensors", {"pairs": 2, "all": 1}[name]
     text = tmp_path / "text.txt"
@@ -126,7 +126,7 @@ def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
     ],
     ids=str,
 )
-def test_one_group_where_nothing_is_to_be_chosen(mixers, tmp_path):
+def test_requests_without_group_search_use_one_group(mixers, tmp_path):
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     is_fitted = mixers["explicit"] and mixers["explicit"].get("method") != "svd"
     (tmp_path / "text.txt").write_text(PROSE)

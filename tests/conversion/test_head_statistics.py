@@ -32,7 +32,7 @@ def observed(attention, hidden, turn, layout):
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_windows_add_up(backbone):
+def test_statistics_of_windows_add_up(backbone):
     arguments = layer_and_input(backbone)
     whole, apart = HeadStatistics(arguments[3]), observed(*arguments)
     whole.observe(*arguments[:3])
@@ -81,7 +81,7 @@ def attention_of(attention, hidden, cos, sin, changed=None):
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2"])
 @pytest.mark.parametrize("sliding", [None, 5])
-def test_values_equal_a_slow_loop(backbone, sliding):
+def test_value_statistics_match_reference_loop(backbone, sliding):
     attention, hidden, (cos, sin), layout = layer_and_input(backbone)
     attention.sliding_window = sliding
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_values_equal_a_slow_loop(backbone, sliding):
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_first_keys_cost_is_what_moving_them_does(backbone):
+def test_metric_of_first_key_matches_output_change(backbone):
     attention, hidden, (cos, sin), layout = layer_and_input(backbone)
     with torch.no_grad():
         statistics = observed(attention, hidden, (cos, sin), layout)
@@ -125,7 +125,7 @@ def test_first_keys_cost_is_what_moving_them_does(backbone):
             assert estimate == pytest.approx(cost, rel=1e-2)
 
 
-def test_signs_leave_the_mean(monkeypatch):
+def test_key_metric_estimate_converges_to_exact_value(monkeypatch):
     attention, hidden, turn, layout = layer_and_input("Llama")
     attention = copy.deepcopy(attention)
     mean = HeadStatistics(layout)
@@ -147,7 +147,7 @@ def test_signs_leave_the_mean(monkeypatch):
     assert float((estimate - exact).norm() / exact.norm()) < 0.15
 
 
-def test_long_windows_are_sampled(monkeypatch):
+def test_long_windows_use_sampled_queries(monkeypatch):
     arguments = layer_and_input("Llama")
     monkeypatch.setattr(head_statistics, "QUERIES", 4)
     statistics = observed(*arguments)

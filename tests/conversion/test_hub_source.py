@@ -109,7 +109,7 @@ def outcomes(tmp_path_factory, files, sharded):
     return results | {"requests": hub.requests}
 
 
-def test_what_is_needed_is_downloaded_and_nothing_else(outcomes, files):
+def test_only_needed_files_are_downloaded(outcomes, files):
     summary = outcomes["org/toy", None]
     assert summary["origin"] == {"kind": "hub", "name": "org/toy", "revision": COMMIT}
     assert summary["config"] == "llama"
@@ -123,7 +123,7 @@ def test_what_is_needed_is_downloaded_and_nothing_else(outcomes, files):
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
 
 
-def test_shards_are_those_of_the_index(outcomes, sharded):
+def test_only_shards_of_index_are_downloaded(outcomes, sharded):
     summary = outcomes["org/sharded", None]
     shards = [name for name in sharded if name.startswith(ODD.format(""))]
     assert len(shards) > 2
@@ -131,15 +131,15 @@ def test_shards_are_those_of_the_index(outcomes, sharded):
     assert summary["bytes"] == outcomes["org/toy", None]["bytes"]
 
 
-def test_a_download_that_breaks_off_is_continued(outcomes):
+def test_interrupted_download_is_resumed(outcomes):
     assert outcomes["org/broken", None]["bytes"] == outcomes["org/toy", None]["bytes"]
 
 
-def test_a_revision(outcomes):
+def test_revision_argument_and_suffix_open_same_source(outcomes):
     assert outcomes["org/toy", "v1"] == outcomes["org/toy@v1", None] == outcomes["org/toy", None]
 
 
-def test_the_cache_serves_where_there_is_no_network(outcomes):
+def test_offline_mode_reads_from_hub_cache(outcomes):
     assert outcomes["offline", "org/toy", None] == outcomes["org/toy", None]
     assert outcomes["offline", "org/toy", "v1"] == outcomes["org/toy", None]
 
@@ -160,7 +160,7 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
         (("org/dropping", None), "RemoteProtocolError"),
     ],
 )
-def test_one_line_on_what_is_wrong(outcomes, model, message):
+def test_hub_failure_gives_one_line_error(outcomes, model, message):
     assert isinstance(outcomes[model], str)
     assert message in outcomes[model]
     assert "\n" not in outcomes[model]

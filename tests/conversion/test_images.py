@@ -39,7 +39,7 @@ def outputs(folder, auto_class=AutoModelForImageClassification):
 @pytest.mark.parametrize(
     ("backbone", "task", "name"), grid(IMAGE_BACKBONES, ("Model", CLASSIFIER), NEUTRAL, strength=1)
 )
-def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
+def test_neutral_conversion_and_fold_round_trip(backbone, task, name, tmp_path):
     auto_class = getattr(transformers, "AutoModel" + task.removeprefix("Model"))
     source = write_image_model(tmp_path / "source", backbone, task)
     report = crosshead.convert(source, tmp_path / "made", {name.split()[0]: NEUTRAL[name]})
@@ -60,7 +60,7 @@ def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
     assert verified[difference] == 0 and verified.get("class_agreement", 1) == 1
 
 
-def test_a_gated_linear_unit(tmp_path):
+def test_dinov2_swiglu_round_trip(tmp_path):
     """Giant DINOv2 checkpoints store two projections of the gated linear unit as one tensor."""
     source = write_image_model(tmp_path / "source", "Dinov2", use_swiglu_ffn=True)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {"form": "linear"}})
@@ -71,7 +71,7 @@ def test_a_gated_linear_unit(tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_trained_weights_fold_into_the_projections(tmp_path):
+def test_trained_linear_knocking_folds_into_projections(tmp_path):
     source = write_image_model(tmp_path / "source")
     crosshead.convert(source, tmp_path / "made", {"knocking": {"form": "linear"}}, verify=False)
     model = toys.lopsided(AutoModelForImageClassification.from_pretrained(tmp_path / "made"))
@@ -82,14 +82,14 @@ def test_trained_weights_fold_into_the_projections(tmp_path):
     assert not torch.allclose(outputs(tmp_path / "back"), outputs(source), atol=1e-2)
 
 
-def test_fewer_component_heads(tmp_path):
+def test_fewer_component_heads_give_similar_outputs(tmp_path):
     source = write_image_model(tmp_path / "source", "DeiT")
     mixers = {"explicit": {"key_heads": 4, "value_heads": 3, "norm": False, "method": "svd"}}
     measured = crosshead.convert(source, tmp_path / "made", mixers)["verification"]
     assert not measured["must_equal"] and 0.5 < measured["token_cosine"] < 1 and measured["kl_divergence"] > 0
 
 
-def test_a_budget_for_each_layer(tmp_path):
+def test_active_heads_can_differ_per_layer(tmp_path):
     """Fewer active heads in shallow layers, as in the paper."""
     source = write_image_model(tmp_path / "source")
     mixers = {"mixture": {"active_heads": "50%+75%", "method": "paper", "router": "two_stage"}}
@@ -105,7 +105,7 @@ def test_a_budget_for_each_layer(tmp_path):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", ["ViT", "Dinov2"])
-def test_a_fitted_router_is_better_than_the_papers(backbone, tmp_path):
+def test_fitted_router_has_higher_cosine_than_paper_router(backbone, tmp_path):
     source, images = write_image_model(tmp_path / "source", backbone), write_images(tmp_path / "images")
     budget = {"active_heads": [2, 3]}
     report = crosshead.convert(source, tmp_path / "fitted", {"mixture": budget}, calibration=images)
@@ -120,7 +120,7 @@ def test_a_fitted_router_is_better_than_the_papers(backbone, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", IMAGE_BACKBONES)
-def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
+def test_streamed_model_gives_same_hidden_states(backbone, tmp_path):
     source = write_image_model(tmp_path / "source", backbone, "Model")
     config = transformers.AutoConfig.from_pretrained(source)
     streamed = stream(SafetensorsStore(source), config, attn_implementation="eager")
@@ -139,7 +139,7 @@ def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
         ("ForMaskedImageModeling", {"knocking": {}}, {}, "ViTForMaskedImageModeling"),
     ],
 )
-def test_what_is_refused(task, mixers, options, message, tmp_path):
+def test_invalid_requests_are_refused(task, mixers, options, message, tmp_path):
     source = write_image_model(tmp_path / "source", task=task)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -150,13 +150,13 @@ def test_what_is_refused(task, mixers, options, message, tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "made").exists()
 
 
-def test_a_teacher_is_refused(tmp_path):
+def test_deit_with_teacher_is_refused(tmp_path):
     source = write_image_model(tmp_path / "source", "DeiT", "ForImageClassificationWithTeacher")
     with pytest.raises(ConversionError, match=r"DeiTForImageClassificationWithTeacher.*DeiTForImageClassification"):
         crosshead.convert(source, tmp_path / "made", {"knocking": {}})
 
 
-def test_without_pillow(tmp_path, monkeypatch):
+def test_missing_pillow_names_pip_install(tmp_path, monkeypatch):
     source, images = write_image_model(tmp_path / "source"), write_images(tmp_path / "images", 2)
     imported = builtins.__import__
 
@@ -170,7 +170,7 @@ def test_without_pillow(tmp_path, monkeypatch):
         crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": 2}}, calibration=images)
 
 
-def test_the_image_processor_belongs_to_the_model(tmp_path):
+def test_mismatched_or_missing_image_processor_is_refused(tmp_path):
     source = write_image_model(tmp_path / "source")
     file = source / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"size": {"height": 8, "width": 8}}))

@@ -20,7 +20,7 @@ def assert_same_buffers(folder):
         assert stored[name].dtype == tensor.dtype and stored[name].equal(tensor), name
 
 
-def test_integers_are_copied_there_and_back(tmp_path):
+def test_integer_buffers_are_unchanged_by_convert_and_fold(tmp_path):
     source = write_stock(tmp_path / "source")
     save_file(load_file(source / WEIGHTS) | BUFFERS, source / WEIGHTS, {"format": "pt"})
     mixers = {"explicit": {"key_heads": 1, "method": "svd"}}

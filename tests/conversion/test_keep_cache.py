@@ -82,7 +82,7 @@ def check(source, out, groups, width, largest=1e-5):
 
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_logits_and_cache(backbone, name, tmp_path):
+def test_folded_stock_model_keeps_logits_and_cache_size(backbone, name, tmp_path):
     mixers, groups, width = WIDE[name]
     heads = HEADS | MORE_HEADS.get(name, {})
     source = write(tmp_path / "model", backbone, mixers, **heads)
@@ -107,25 +107,25 @@ def backbone_type(backbone):
 
 @pytest.mark.parametrize("rope", ROPE)
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2"])
-def test_rope_types(backbone, rope, tmp_path):
+def test_rope_scaling_becomes_longrope_with_same_logits(backbone, rope, tmp_path):
     source = write(tmp_path / "model", backbone, explicit(2, 2), rope_parameters=ROPE[rope])
     _, model = check(source, tmp_path / "out", 1, 2)
     assert model.config.rope_parameters["rope_type"] == "longrope"
 
 
 @pytest.mark.parametrize("changes", [{"attention_bias": True}, {"tie_word_embeddings": True}], ids=str)
-def test_biases_and_tied_embeddings(changes, tmp_path):
+def test_biases_and_tied_embeddings_keep_logits(changes, tmp_path):
     check(write(tmp_path / "model", "Llama", explicit(2, 2), **changes), tmp_path / "out", 1, 2)
 
 
 @pytest.mark.parametrize("backbone", ["Qwen3", "Qwen3Moe"])
-def test_biases_and_a_norm_of_keys(backbone, tmp_path):
+def test_biases_with_key_norm_keep_logits(backbone, tmp_path):
     source = write(tmp_path / "model", backbone, explicit(1, 1), attention_bias=True)
     check(source, tmp_path / "out", 1, 1)
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_bfloat16(backbone, tmp_path):
+def test_bfloat16_keeps_logits_within_rounding(backbone, tmp_path):
     mixers, groups, width = WIDE["one component" if backbone.startswith("Qwen3") else "two components"]
     model = toys.mixed_model(backbone, mixers, **HEADS)
     for name, parameter in model.named_parameters():  # flatter attention, as in trained models
@@ -135,14 +135,14 @@ def test_bfloat16(backbone, tmp_path):
     assert report["kept_cache"]["kv_bytes_per_token"] == 2 * 2 * groups * width * 8 * 2
 
 
-def test_converts_again(tmp_path):
+def test_folded_model_converts_again(tmp_path):
     source = write(tmp_path / "model", "Llama", explicit(2, 2))
     crosshead.fold(source, tmp_path / "out", keep_cache=True, verify=False)
     report = crosshead.convert(tmp_path / "out", tmp_path / "again", {"knocking": {"form": "linear"}})
     assert report["verification"]["greatest_logit_difference"] == 0
 
 
-def test_dry_run_reports_the_cache(tmp_path):
+def test_dry_run_reports_cache_size(tmp_path):
     source = write(tmp_path / "model", "Llama", explicit(2, 2))
     report = crosshead.fold(source, tmp_path / "out", keep_cache=True, plan_only=True)
     assert report["kv_bytes_per_token_after"] == report["kept_cache"]["kv_bytes_per_token"]
@@ -171,7 +171,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name, tmp_path):
+def test_unsupported_models_are_refused(name, tmp_path):
     backbone, mixers, changes, reason = REFUSED[name]
     source = write(tmp_path / "model", backbone, mixers, **changes)
     with pytest.raises(ConversionError) as caught:
@@ -181,7 +181,7 @@ def test_refusals(name, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_refuses_a_stock_model(tmp_path):
+def test_stock_model_is_refused(tmp_path):
     source = write_model(toys.stock_model("Llama"), tmp_path / "model")
     with pytest.raises(ConversionError, match="crosshead convert"):
         crosshead.fold(source, tmp_path / "out", keep_cache=True)

@@ -38,7 +38,7 @@ def hidden(workdir):
 
 
 @pytest.mark.parametrize("command", ["convert", "fold"])
-def test_reload_that_is_killed(workdir, capfd, monkeypatch, command):
+def test_killed_reload_keeps_weights_for_next_run(workdir, capfd, monkeypatch, command):
     """The next run verifies the model again without writing weight files again."""
     if command == "fold":
         crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
@@ -70,7 +70,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_failure_while_weights_are_written(workdir, capfd, monkeypatch, kind):
+def test_failure_while_writing_keeps_finished_shards(workdir, capfd, monkeypatch, kind):
     written, write_shard = [], job.write_shard
 
     def limited(path, items):
@@ -93,7 +93,7 @@ def test_failure_while_weights_are_written(workdir, capfd, monkeypatch, kind):
     assert hidden(workdir) == []
 
 
-def test_restart_discards(workdir, monkeypatch):
+def test_restart_discards_kept_work(workdir, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
         patch.setattr(stages, "verify_folder", failing(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
@@ -101,7 +101,7 @@ def test_restart_discards(workdir, monkeypatch):
     assert hidden(workdir) == []
 
 
-def test_calibration_is_kept(workdir, monkeypatch):
+def test_failed_conversion_keeps_calibration(workdir, monkeypatch):
     mixers = {"mixture": {"active_heads": "75%", "shared": "calibrated"}}
     (workdir / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
@@ -113,7 +113,7 @@ def test_calibration_is_kept(workdir, monkeypatch):
     assert hidden(workdir) == []
 
 
-def test_process_that_loads_the_model_is_killed(workdir, monkeypatch):
+def test_killed_reload_process_keeps_model_folder(workdir, monkeypatch):
     worker = workdir / "dies.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(reload, "WORKER", worker)
@@ -123,7 +123,7 @@ def test_process_that_loads_the_model_is_killed(workdir, monkeypatch):
     assert (workdir / WORK / "model" / "config.json").exists()
 
 
-def test_fold_into_a_mount_point(workdir, monkeypatch):
+def test_fold_into_mount_point_writes_record_inside(workdir, monkeypatch):
     """All files, including the record, go into the mount point, since its parent folder is on another disk."""
     crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
     (workdir / "disk").mkdir()
@@ -136,7 +136,7 @@ def test_fold_into_a_mount_point(workdir, monkeypatch):
     assert "verification" in json.loads((workdir / "disk" / "conversion.json").read_text())
 
 
-def test_overwriting_names_the_files_that_stay(workdir, capfd, monkeypatch):
+def test_overwrite_lists_and_keeps_other_files(workdir, capfd, monkeypatch):
     command = f"{CONVERT} --no-verify --overwrite"
     assert run(capfd, monkeypatch, command)[0] == 0
     (workdir / "out" / "README.md").write_text("a card")

@@ -132,7 +132,7 @@ def hidden(workdir):
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_killed(moments, workdir, runner, whole):
+def test_next_run_completes_killed_conversion(moments, workdir, runner, whole):
     source = snapshot(workdir / "source")
     for moment in moments:
         for attempt in range(20):  # the machine may have become faster than it was
@@ -149,7 +149,7 @@ def test_killed(moments, workdir, runner, whole):
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_goes_on(workdir, runner, whole):
+def test_repeatedly_killed_conversion_is_completed(workdir, runner, whole):
     for moment in range(6):
         status = runner.run(convert("again"), signal.SIGKILL, whole["duration"] * (0.2 + moment / 10))
         if not status:
@@ -160,7 +160,7 @@ def test_killed_again_and_again_goes_on(workdir, runner, whole):
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_killed_while_it_replaces(moments, workdir, runner, whole):
+def test_killed_overwrite_is_completed_by_next_run(moments, workdir, runner, whole):
     shutil.rmtree(workdir / "replaced", ignore_errors=True)
     assert runner.run(convert("replaced", OTHER)) == 0
     mixers = [OTHER, MIXER]
@@ -177,7 +177,7 @@ def test_killed_while_it_replaces(moments, workdir, runner, whole):
 
 
 @pytest.mark.parametrize("one", first([MIXER, OTHER]))
-def test_another_conversion_never_takes_over_what_was_left(workdir, runner, whole, one):
+def test_work_of_killed_run_is_not_used_by_other_conversion(workdir, runner, whole, one):
     other = OTHER if one == MIXER else MIXER
     out = f"mixed-{one.partition(':')[0]}"
     for part in (0.5, 0.7, 0.9):
@@ -192,7 +192,7 @@ def test_another_conversion_never_takes_over_what_was_left(workdir, runner, whol
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_stopped_by_hand(workdir, runner, whole, sent):
+def test_sigint_or_sigterm_stops_conversion_and_next_run_completes(workdir, runner, whole, sent):
     source = snapshot(workdir / "source")
     log_size = runner.log.stat().st_size
     for attempt in range(20):  # the machine may have become faster than it was
@@ -221,7 +221,7 @@ def folded(workdir, runner):
 
 
 @pytest.mark.parametrize("moment", [0.3, *first((0.9, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0))])
-def test_a_fold_that_is_killed(moment, workdir, runner, folded):
+def test_next_run_completes_killed_fold(moment, workdir, runner, folded):
     """The record never exists without the stock model beside it."""
     whole, record, duration = folded
     command = f"fold ours back{moment} --no-verify"
@@ -234,7 +234,7 @@ def test_a_fold_that_is_killed(moment, workdir, runner, folded):
     assert hidden(workdir) == []
 
 
-def test_a_fold_overwrites_neither_a_model_nor_a_record(workdir, runner, folded):
+def test_fold_refuses_existing_model_or_record_without_overwrite(workdir, runner, folded):
     command = "fold ours twice --no-verify"
     assert runner.run(command) == 0
     assert runner.run(command) == 1
@@ -245,7 +245,7 @@ def test_a_fold_overwrites_neither_a_model_nor_a_record(workdir, runner, folded)
     assert runner.run(f"{command} --overwrite") == 0
 
 
-def test_two_at_once(workdir, runner, whole):
+def test_concurrent_conversion_to_same_target_is_refused(workdir, runner, whole):
     child = runner.start(convert("both"))
     while not (workdir / ".both.crosshead-partial" / "journal.json").exists():
         time.sleep(0.001)
@@ -261,7 +261,7 @@ def test_two_at_once(workdir, runner, whole):
 
 
 @pytest.mark.slow
-def test_a_fold_with_its_cache_is_killed(workdir, runner):
+def test_next_run_completes_killed_fold_with_keep_cache(workdir, runner):
     fold = "fold fewer {} --keep-cache --no-verify"
     assert runner.run(convert("fewer", "explicit:key_heads=1,value_heads=1,method=svd")) == 0
     begin = time.perf_counter()

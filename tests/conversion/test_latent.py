@@ -42,7 +42,7 @@ def loaded(folder):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(("backbone", "name"), CONVERSIONS)
-def test_neutral_conversions_and_back(backbone, name, tmp_path):
+def test_neutral_conversion_and_fold_round_trip(backbone, name, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
     report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
     measured = report["verification"]
@@ -58,7 +58,7 @@ def test_neutral_conversions_and_back(backbone, name, tmp_path):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(("backbone", "rank"), grid(toys.LATENT, RANKS, strength=1))
-def test_linear_maps_fold_into_the_stock_projections(backbone, rank, tmp_path):
+def test_linear_knocking_folds_into_stock_projections(backbone, rank, tmp_path):
     model = toys.mixed_model(backbone, LINEAR, q_lora_rank=RANKS[rank])
     expected = logits(model)
     write_model(model, tmp_path / "model")
@@ -78,7 +78,7 @@ def test_linear_maps_fold_into_the_stock_projections(backbone, rank, tmp_path):
 
 
 @pytest.mark.parametrize("form", ("mlp", "gate"))
-def test_other_forms_do_not_fold(form, tmp_path):
+def test_nonlinear_knocking_does_not_fold(form, tmp_path):
     write_model(toys.mixed_model("DeepseekV2", {"knocking": {"form": form}}), tmp_path / "model")
     with pytest.raises(ConversionError, match=f"form={form!r}"):
         crosshead.fold(tmp_path / "model", tmp_path / "folded")
@@ -86,7 +86,7 @@ def test_other_forms_do_not_fold(form, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backbone", toys.LATENT)
-def test_fewer_active_heads(backbone, tmp_path):
+def test_fitted_router_has_lower_divergence_than_paper_router(backbone, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
     report = crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": "75%"}})
     paper = crosshead.convert(source, tmp_path / "paper", {"mixture": {"active_heads": "75%", "method": "paper"}})
@@ -105,7 +105,7 @@ def test_fewer_active_heads(backbone, tmp_path):
         ({"mixture": {"active_heads": 3, "shared": "calibrated"}}, {}, "shared"),
     ],
 )
-def test_refused(mixers, options, message, tmp_path):
+def test_unsupported_requests_are_refused(mixers, options, message, tmp_path):
     source = write_stock(tmp_path / "source", "DeepseekV3")
     with pytest.raises(ConversionError, match=message) as caught:
         crosshead.convert(source, tmp_path / "made", mixers, **options)
@@ -113,7 +113,7 @@ def test_refused(mixers, options, message, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_no_gguf_file(tmp_path):
+def test_gguf_fold_is_refused(tmp_path):
     source = write_stock(tmp_path / "source", "DeepseekV2")
     with pytest.raises(ConversionError, match=re.escape("'deepseek_v2'")):
         crosshead.fold(source, tmp_path / "model.gguf")
@@ -125,7 +125,7 @@ def test_quantised_checkpoints_are_refused():
         read_config(content, "stock", "DeepSeek-V3")
 
 
-def test_biases_of_experts_keep_their_dtype(tmp_path):
+def test_expert_biases_keep_dtype_in_bfloat16_conversion(tmp_path):
     """In lower precision, small differences that select experts are lost beside the biases' large common part."""
     source = write_stock(tmp_path / "source", "DeepseekV3")
     file, name = source / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -139,7 +139,7 @@ def test_biases_of_experts_keep_their_dtype(tmp_path):
     assert torch.equal(model.state_dict()[name], tensors[name])
 
 
-def test_layers_that_predict_further_tokens_are_dropped(tmp_path):
+def test_multi_token_prediction_layers_are_dropped(tmp_path):
     source = write_stock(tmp_path / "source", "DeepseekV3")
     file = source / "model.safetensors"
     further = {"model.layers.2.eh_proj.weight": torch.ones(3), "model.layers.2.mlp.gate.weight": torch.ones(3)}
@@ -149,7 +149,7 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(toys.LATENT, toys.SHARED_ROTARY_CASES, strength=1))
-def test_tables_are_what_is_saved_and_cached(backbone, case, tmp_path):
+def test_tensor_shapes_and_cache_bytes_match_saved_model(backbone, case, tmp_path):
     model = toys.mixed_model(backbone, toys.SHARED_ROTARY_CASES[case])
     cache = model(toys.tokens(batch=1, length=5)).past_key_values
     cached = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))

@@ -26,7 +26,7 @@ def changed(model, scale):
     return model
 
 
-def test_a_model_and_itself(tmp_path):
+def test_identical_models_have_zero_difference(tmp_path):
     model = streamed(tmp_path, toys.stock_model("Qwen3"))
     report = compare(model, model, TOKENS)
     assert report.greatest_logit_difference == report.mean_logit_difference == report.kl_divergence == 0
@@ -37,7 +37,7 @@ def test_a_model_and_itself(tmp_path):
 
 @pytest.mark.parametrize("positions", [4, 5, 128])
 @torch.no_grad()
-def test_figures_are_those_of_the_definitions(tmp_path, monkeypatch, positions):
+def test_figures_match_their_definitions(tmp_path, monkeypatch, positions):
     monkeypatch.setattr(compare_module, "POSITIONS", positions)
     one, other = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), -1.0)
     report = compare(streamed(tmp_path / "one", one), streamed(tmp_path / "other", other), TOKENS)
@@ -61,7 +61,7 @@ def test_figures_are_those_of_the_definitions(tmp_path, monkeypatch, positions):
         assert getattr(report, name) == pytest.approx(value, rel=1e-4), name
 
 
-def test_a_larger_vocabulary_is_judged_by_the_sources(tmp_path):
+def test_added_vocabulary_rows_are_ignored(tmp_path):
     source, grown = toys.stock_model("Qwen2"), toys.stock_model("Qwen2")
     grown.resize_token_embeddings(70)
     report = compare(streamed(tmp_path / "source", source), streamed(tmp_path / "grown", grown), TOKENS)
@@ -70,13 +70,13 @@ def test_a_larger_vocabulary_is_judged_by_the_sources(tmp_path):
     assert report.greedy_agreement == 1
 
 
-def test_progress_counts_the_layers_of_both(tmp_path):
+def test_progress_counts_layers_of_both_models(tmp_path):
     model, steps = streamed(tmp_path, toys.stock_model("Llama")), []
     compare(model, model, TOKENS, lambda done, total: steps.append((done, total)))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_a_model_that_computes_no_numbers_is_an_error(tmp_path):
+def test_nan_logits_are_refused(tmp_path):
     sound, broken = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), math.nan)
     sound, broken = streamed(tmp_path / "sound", sound), streamed(tmp_path / "broken", broken)
     with pytest.raises(ConversionError, match="converted"):

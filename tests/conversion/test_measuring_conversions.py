@@ -8,7 +8,7 @@ from measuring import measured
 
 
 @pytest.mark.slow
-def test_a_small_model_is_trained_and_its_heads_are_measured(tmp_path):
+def test_train_small_and_component_heads_scripts_write_figures(tmp_path):
     *_, summary = measured("train_small.py", "qwen3", tmp_path / "small", "--steps", 2)
     assert summary.startswith("2 steps of 1024 tokens, loss 8.")
     text, out = tmp_path / "small" / "evaluation.txt", tmp_path / "heads.json"
@@ -30,7 +30,7 @@ def test_a_small_model_is_trained_and_its_heads_are_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_synthetic_checkpoint_is_converted(tmp_path):
+def test_streaming_script_writes_figures(tmp_path):
     printed = measured("streaming.py", tmp_path / "out", "--gigabytes", 0.01, "--rounds", 1)
     report = json.loads("\n".join(printed))
     assert json.loads((tmp_path / "out" / "streaming.json").read_text()) == report

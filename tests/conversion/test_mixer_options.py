@@ -49,12 +49,12 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
         ("mixture:active_heads=1%", {"mixture": {**FITTED, "active_heads": 1}}),
     ],
 )
-def test_arguments(argument, mixers):
+def test_mixer_arguments_become_typed_options(argument, mixers):
     name, options = split_argument(argument)
     assert read_mixers({name: options}, LAYOUTS).mixers == mixers
 
 
-def test_groups_and_reordered_heads_are_refused():
+def test_groups_with_calibrated_shared_heads_are_refused():
     mixers = {"explicit": {"groups": 2}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
     with pytest.raises(ConversionError, match=r"groups=2 .*shared='calibrated'.*shared=first"):
         read_mixers(mixers, LAYOUTS)
@@ -85,7 +85,7 @@ def test_python_values_pass_unchanged():
         ("knocking:form=mlp,form=gate", ["'form'"]),
     ],
 )
-def test_refused_arguments(argument, words):
+def test_invalid_mixer_arguments_are_refused(argument, words):
     with pytest.raises(ConversionError) as caught:
         name, options = split_argument(argument)
         read_mixers({name: options}, LAYOUTS)
@@ -106,7 +106,7 @@ allow_inexact: true
 """
 
 
-def test_recipe(tmp_path):
+def test_recipe_is_read_and_overridden_by_command_line(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     mixers, options = with_recipe(path, [], {"seed": None, "vocab_size": 256, "allow_inexact": False})
@@ -115,13 +115,13 @@ def test_recipe(tmp_path):
     assert options == {"vocab_size": 256, "calibration": tmp_path / "texts" / "prose.txt", "allow_inexact": True}
 
 
-def test_command_line_mechanisms_go_before_the_recipes(tmp_path):
+def test_command_line_mixers_replace_recipe_mixers(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert with_recipe(path, ["talking"], {})[0] == {"talking": {}}
 
 
-def test_a_budget_on_the_command_line_goes_before_the_recipes(tmp_path):
+def test_command_line_budget_replaces_recipe_budget(tmp_path):
     path = tmp_path / "recipe.yaml"
     for own in ("cache: 75%", "layers: auto\nbudget: 0.75\nmixers: {explicit: {}}"):
         path.write_text(f"{own}\nseed: 1\n")
@@ -141,7 +141,7 @@ def test_a_budget_on_the_command_line_goes_before_the_recipes(tmp_path):
         ("{" * 5000, ["YAML"]),
     ],
 )
-def test_refused_recipes(text, words, tmp_path):
+def test_invalid_recipes_are_refused(text, words, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(ConversionError) as caught:
@@ -151,18 +151,18 @@ def test_refused_recipes(text, words, tmp_path):
         assert word in str(caught.value)
 
 
-def test_missing_recipe(tmp_path):
+def test_missing_recipe_is_refused(tmp_path):
     with pytest.raises(ConversionError, match=r"none\.yaml"):
         read_recipe(tmp_path / "none.yaml")
 
 
-def test_a_mechanism_twice():
+def test_duplicate_mixer_arguments_are_refused():
     with pytest.raises(ConversionError, match="knocking"):
         with_recipe(None, ["knocking", "knocking:form=linear"], {})
 
 
 @pytest.mark.parametrize("device", ["cuda", "tpu"])
-def test_a_device_that_is_not_there(device, monkeypatch, tmp_path):
+def test_unavailable_device_is_refused(device, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConversionError, match=device):
         Options.of({"device": device})

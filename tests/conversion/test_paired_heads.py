@@ -21,7 +21,7 @@ PAIRED = {
 @pytest.mark.parametrize(
     ("backbone", "case", "dtype"), grid(toys.BACKBONES, PAIRED, [torch.float32, torch.bfloat16], strength=1), ids=str
 )
-def test_the_outputs_are_the_source_s(backbone, case, dtype, tmp_path):
+def test_differential_conversion_keeps_source_outputs(backbone, case, dtype, tmp_path):
     """The conversion itself checks logits and divergence against its tolerance."""
     source = write_stock(tmp_path / "source", backbone, dtype=dtype)
     report = crosshead.convert(source, tmp_path / "made", {"differential": PAIRED[case], "gating": {}})
@@ -37,8 +37,8 @@ def test_the_outputs_are_the_source_s(backbone, case, dtype, tmp_path):
 
 @pytest.mark.parametrize("case", ["version 2", "half values"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
-def test_training_moves_every_part(case, backbone, tmp_path):
-    """All parameters have gradients in the second step; the second heads of pairs need one step to get theirs."""
+def test_all_parameters_get_gradients_in_second_step(case, backbone, tmp_path):
+    """The second heads of pairs need one step before they get gradients."""
     source = write_stock(tmp_path / "source", backbone)
     crosshead.convert(source, tmp_path / "made", {"differential": PAIRED[case]}, verify=False)
     model = getattr(crosshead, f"Crosshead{backbone}ForCausalLM").from_pretrained(tmp_path / "made")
@@ -65,7 +65,7 @@ def test_training_moves_every_part(case, backbone, tmp_path):
     ],
     ids=str,
 )
-def test_requests_that_are_refused(mixers, words, tmp_path):
+def test_unsupported_differential_requests_are_refused(mixers, words, tmp_path):
     source = write_stock(tmp_path / "source")
     with pytest.raises(ConversionError) as raised:
         crosshead.convert(source, tmp_path / "made", mixers)

@@ -15,7 +15,7 @@ from crosshead.conversion.writing.atomic_output import atomic_output
 from output_toys import ONE, SHARDS, TWO, complete, fill, names, old_model, refusal, run, stopped, write
 
 
-def test_existing_targets(tmp_path):
+def test_only_models_and_empty_folders_are_overwritten(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("model")
     (tmp_path / "dangling").symlink_to("gone")
@@ -38,7 +38,7 @@ def test_existing_targets(tmp_path):
     assert names(tmp_path) == sorted((*others, "model", "empty"))
 
 
-def test_old_target_stays_until_the_end(tmp_path):
+def test_old_model_stays_until_publish(tmp_path):
     old_model(tmp_path)
     stopped(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "config.json").read_text() == "old"
@@ -46,7 +46,7 @@ def test_old_target_stays_until_the_end(tmp_path):
     assert complete(tmp_path / "out")
 
 
-def test_empty_folder_stays_the_same_one(tmp_path):
+def test_empty_target_folder_keeps_inode_and_mode(tmp_path):
     (tmp_path / "out").mkdir(mode=0o750)
     before = (tmp_path / "out").stat()
     run(tmp_path / "out")
@@ -55,7 +55,7 @@ def test_empty_folder_stays_the_same_one(tmp_path):
     assert complete(tmp_path / "out") and names(tmp_path) == ["out"]
 
 
-def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
+def test_target_created_during_run_is_not_replaced(tmp_path):
     with (
         pytest.raises(ConversionError, match=str(tmp_path / "out")),
         atomic_output(tmp_path / "out", ONE, False) as output,
@@ -94,7 +94,7 @@ OTHERS = {
 }
 
 
-def test_files_that_are_not_the_models_stay(tmp_path):
+def test_overwrite_replaces_model_files_and_keeps_others(tmp_path):
     target = tmp_path / "out"
     fill(target, OLD | OTHERS)
     with atomic_output(target, ONE, True) as output:
@@ -110,8 +110,8 @@ def test_files_that_are_not_the_models_stay(tmp_path):
 
 @pytest.mark.parametrize("moved", range(5))
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_moving_in_that_is_interrupted(tmp_path, monkeypatch, moved, kind):
-    """An interrupted replacement never leaves a mix of two models, and the next run for the target completes it."""
+def test_interrupted_replacement_is_completed_by_next_run(tmp_path, monkeypatch, moved, kind):
+    """An interrupted replacement never leaves a mix of two models."""
     target, done, replace = tmp_path / "out", [], os.replace
     old_model(tmp_path)
     fill(target, OTHERS)
@@ -133,7 +133,7 @@ def test_moving_in_that_is_interrupted(tmp_path, monkeypatch, moved, kind):
     assert names(tmp_path) == ["out"]
 
 
-def test_killed_after_the_rename(tmp_path):
+def test_work_folder_without_model_is_removed_by_next_run(tmp_path):
     stopped(tmp_path / "out")
     (tmp_path / ".out.crosshead-partial" / "model").rename(tmp_path / "out")
     with pytest.raises(ConversionError, match="not overwritten"):
@@ -161,8 +161,8 @@ def mounted(tmp_path, monkeypatch):
     return target
 
 
-def test_mount_point(mounted, tmp_path, monkeypatch):
-    """The work folder lies inside the mount point, so that the free space of its own disk counts."""
+def test_mount_point_is_published_from_work_folder_inside(mounted, tmp_path, monkeypatch):
+    """The free space of the mount point's own disk counts."""
     measured, usage = [], module.shutil.disk_usage
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: measured.append(path) or usage(path))
     stopped(mounted)
@@ -178,8 +178,8 @@ def test_mount_point(mounted, tmp_path, monkeypatch):
     assert names(tmp_path) == ["out"]
 
 
-def test_disks_whose_border_does_not_show(mounted, monkeypatch):
-    """E.g. a bind mount, which `ismount` does not recognise: files that cannot be renamed are copied."""
+def test_files_are_copied_if_rename_crosses_disks(mounted, monkeypatch):
+    """E.g. into a bind mount, which `ismount` does not recognise."""
     monkeypatch.setattr(os.path, "ismount", lambda path: False)
     with atomic_output(mounted, ONE, False) as output:
         assert output.work.parent == mounted.parent
@@ -191,7 +191,7 @@ def test_disks_whose_border_does_not_show(mounted, monkeypatch):
     assert names(mounted.parent) == ["out"]
 
 
-def test_parent_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_parent_moves_work_folder_into_target(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     stopped(tmp_path / "out")
@@ -200,7 +200,7 @@ def test_parent_that_cannot_be_written(tmp_path, monkeypatch):
     assert complete(tmp_path / "out")
 
 
-def test_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+def test_unwritable_target_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "out")
     assert str(tmp_path / "out") in refusal(tmp_path / "out")
@@ -215,7 +215,7 @@ def mount(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["disk", "bound"])
-def test_real_mount_point(tmp_path, kind):
+def test_real_mount_point_is_published_and_overwritten(tmp_path, kind):
     target = tmp_path / "out"
     target.mkdir()
     (tmp_path / "place").mkdir()

@@ -43,7 +43,7 @@ DAMAGED = SOUND | {
 @pytest.mark.oldest
 @pytest.mark.clean_process
 @torch.no_grad()
-def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
+def test_crosshead_model_loads_and_generates_in_clean_process(tmp_path):
     model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
     logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
@@ -56,14 +56,14 @@ def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == before
 
 
-def test_a_model_too_large_is_loaded_by_names_and_shapes(tmp_path, monkeypatch):
+def test_model_larger_than_memory_is_checked_by_names_and_shapes(tmp_path, monkeypatch):
     saved(tmp_path, toys.mixed_model("Llama", MIXERS))
     damage(tmp_path)
     monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
     assert reload_check(tmp_path, TOKENS) == DAMAGED | {"remote_code": True, "checked": "names and shapes"}
 
 
-def test_what_fails_in_the_process_is_one_line(tmp_path):
+def test_error_in_reload_process_gives_one_line(tmp_path):
     saved(tmp_path, toys.mixed_model("Llama", {"knocking": {}}))
     code = tmp_path / "modeling_crosshead.py"
     code.write_text("import crosshead\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
@@ -72,7 +72,7 @@ def test_what_fails_in_the_process_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_process_that_dies_says_how(tmp_path, monkeypatch):
+def test_killed_reload_process_reports_signal(tmp_path, monkeypatch):
     saved(tmp_path, toys.stock_model("Llama"))
     worker = tmp_path / "dies.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
@@ -82,7 +82,7 @@ def test_a_process_that_dies_says_how(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("backbone", "mixers", "tied"), grid(toys.BACKBONES, [None, MIXERS], [False, True]))
-def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tied):
+def test_load_shapes_reports_same_faults_as_load_weights(tmp_path, backbone, mixers, tied):
     changes = {"tie_word_embeddings": tied}
     saved(tmp_path, toys.mixed_model(backbone, mixers, **changes) if mixers else toys.stock_model(backbone, **changes))
 
@@ -100,7 +100,7 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
 
 
 @pytest.mark.clean_process
-def test_libraries_are_found_where_this_process_finds_them(tmp_path, monkeypatch):
+def test_reload_process_uses_import_path_of_parent(tmp_path, monkeypatch):
     """Libraries from `pip install --user` or PYTHONPATH are importable in the new process, too."""
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "only_here.py").write_text("")
@@ -119,6 +119,6 @@ def test_agreement_is_the_share_of_equal_tokens():
     assert agreement([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
-def test_memory():
+def test_fits_in_memory_compares_with_physical_memory():
     assert fits_in_memory(1 << 20)
     assert not fits_in_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -25,7 +25,7 @@ def best_by_trial(use, groups, shared):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("shared", range(1, 9))
-def test_most_used_first(groups, shared):
+def test_most_used_heads_come_first_within_groups(groups, shared):
     for seed in range(20):
         use = torch.rand(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         order = most_used_first(use, groups, shared)
@@ -38,7 +38,7 @@ def test_most_used_first(groups, shared):
 
 @pytest.mark.parametrize("mixers", [{}, {"explicit": {"norm": False, "key_heads": 1}}], ids=["stock", "components"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_reordered_layer_computes_the_same(backbone, mixers):
+def test_reordered_heads_give_same_logits(backbone, mixers):
     model = toys.mixed_model(backbone, mixers).double()
     tokens = toys.tokens()
     before = model(tokens).logits
@@ -51,7 +51,7 @@ def test_reordered_layer_computes_the_same(backbone, mixers):
     assert torch.allclose(model(tokens).logits, before, atol=1e-12)
 
 
-def test_use_counts_the_routers_choice():
+def test_head_use_counts_heads_chosen_by_router():
     model = toys.stock_model("Llama")
     attention = model.model.layers[0].self_attn
     hidden = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))

@@ -66,7 +66,7 @@ def stock(tmp_path_factory):
     ("backbone", "tied", "shards", "dtype", "name"),
     oldest(grid(toys.BACKBONES, ("tied", "untied"), ("one file", "many files"), DTYPES, NEUTRAL)),
 )
-def test_neutral_there_and_back(backbone, tied, shards, dtype, name, stock, tmp_path):
+def test_neutral_conversion_and_fold_round_trip(backbone, tied, shards, dtype, name, stock, tmp_path):
     source, before, expected = stock(backbone, tied, shards, dtype)
     out, back = tmp_path / "out", tmp_path / "back"
     report = crosshead.convert(source, out, NEUTRAL[name], verify=False)
@@ -89,7 +89,7 @@ LAID_OUT = {"fp32": (False, MANY_SHARDS), "fp16": (True, MANY_SHARDS), "bf16": (
 
 
 @pytest.mark.parametrize(("backbone", "name", "dtype"), oldest(grid(toys.BACKBONES, FOLDABLE, DTYPES)))
-def test_trained_there_and_back(backbone, name, dtype, tmp_path):
+def test_trained_mixers_fold_to_stock_model_with_same_logits(backbone, name, dtype, tmp_path):
     tied, size = LAID_OUT[dtype]
     source = write_stock(tmp_path / "source", backbone, size, tie_word_embeddings=tied)
     crosshead.convert(source, tmp_path / "made", NEUTRAL[name], verify=False)
@@ -114,8 +114,7 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("router", first(["two_stage", "query_norm"]))
-def test_a_mixture_with_heads_off(router, tmp_path):
-    """Not neutral: the model needs training and cannot be folded."""
+def test_mixture_with_inactive_heads_is_inexact_and_not_foldable(router, tmp_path):
     source = write_stock(tmp_path / "source")
     mixers = {"mixture": {"active_heads": 3, "shared_heads": 1, "router": router}}
     report = crosshead.convert(source, tmp_path / "made", mixers)
@@ -128,7 +127,7 @@ def test_a_mixture_with_heads_off(router, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", first(["float16", "bfloat16"]))
-def test_another_dtype(dtype, tmp_path):
+def test_dtype_option_converts_all_tensors(dtype, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype=dtype, verify=False)
     expected = getattr(torch, dtype)
@@ -144,7 +143,7 @@ SCALINGS = {"plain": None, "stretched": STRETCHED | {"rope_type": "llama3"}}
 
 
 @pytest.mark.parametrize(("backbone", "scaling"), grid(toys.BACKBONES, SCALINGS, strength=1))
-def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scaling, tmp_path):
+def test_folded_config_keeps_field_names_of_transformers_4(backbone, scaling, tmp_path):
     """Otherwise transformers 4 (tested: 4.57) would use default RoPE settings, and the model would fail."""
     source = write_stock(tmp_path / "source", backbone)
     content = json.loads((source / "config.json").read_text())
@@ -164,7 +163,7 @@ def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scalin
 
 
 @pytest.mark.parametrize("tied", first([True, False]))
-def test_larger_vocabulary(tied, tmp_path):
+def test_larger_vocabulary_keeps_old_logits(tied, tmp_path):
     source = write_stock(tmp_path / "source", tie_word_embeddings=tied)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, vocab_size=80)
     assert report["verification"]["greatest_logit_difference"] == 0
@@ -173,7 +172,7 @@ def test_larger_vocabulary(tied, tmp_path):
     assert logits(tmp_path / "made").shape[-1] == 80
 
 
-def test_tied_head_that_is_stored_is_dropped_and_written_down(tmp_path):
+def test_stored_tied_head_is_dropped_and_reported(tmp_path):
     source = write_stock(tmp_path / "source", tie_word_embeddings=True)
     from safetensors.torch import save_file
 

@@ -52,7 +52,7 @@ def refusal(folder):
     return message
 
 
-def test_one_file(tmp_path):
+def test_single_file_is_read(tmp_path):
     tensors = {
         "a": A,
         "b": B,
@@ -65,7 +65,7 @@ def test_one_file(tmp_path):
     check_reads(SafetensorsStore(tmp_path), tensors)
 
 
-def test_shards_in_order(tmp_path):
+def test_shards_are_read_in_order(tmp_path):
     write_sharded(tmp_path)
     store = SafetensorsStore(tmp_path)
     check_reads(store, {"a": A, "b": B, "c": C})
@@ -76,13 +76,13 @@ def test_shards_in_order(tmp_path):
     assert store.entries["c"].size == 48
 
 
-def test_single_file_wins_as_in_transformers(tmp_path):
+def test_single_file_is_preferred_to_shards(tmp_path):
     write_sharded(tmp_path)
     save_file({"single": A}, tmp_path / WEIGHTS)
     check_reads(SafetensorsStore(tmp_path), {"single": A})
 
 
-def test_links_as_in_the_hubs_cache(tmp_path):
+def test_symlinks_of_hub_cache_are_read(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
@@ -93,7 +93,7 @@ def test_links_as_in_the_hubs_cache(tmp_path):
     check_reads(SafetensorsStore(snapshot), {"a": A, "b": B, "c": C})
 
 
-def test_two_passes_at_once(tmp_path):
+def test_interleaved_chunk_iterators_give_right_bytes(tmp_path):
     tensors = {"a": torch.arange(2.0**20).reshape(4, -1), "b": torch.arange(700_001.0)}
     save_file(tensors, tmp_path / WEIGHTS)
     store = SafetensorsStore(tmp_path)
@@ -105,14 +105,14 @@ def test_two_passes_at_once(tmp_path):
     check_reads(store, tensors)
 
 
-def test_read_gives_memory_of_its_own(tmp_path):
+def test_read_returns_independent_copy(tmp_path):
     save_file({"a": A}, tmp_path / WEIGHTS)
     store = SafetensorsStore(tmp_path)
     store.read("a").zero_()
     assert torch.equal(store.read("a"), A)
 
 
-def test_fingerprint_sees_a_change(tmp_path):
+def test_fingerprint_changes_with_shard_content(tmp_path):
     write_sharded(tmp_path)
     before = SafetensorsStore(tmp_path).fingerprint()
     assert SafetensorsStore(tmp_path).fingerprint() == before
@@ -120,7 +120,7 @@ def test_fingerprint_sees_a_change(tmp_path):
     assert SafetensorsStore(tmp_path).fingerprint() != before
 
 
-def test_file_that_shrinks_while_it_is_read(tmp_path):
+def test_truncation_after_opening_is_reported(tmp_path):
     save_file({"a": A}, tmp_path / WEIGHTS)
     store = SafetensorsStore(tmp_path)
     os.truncate(tmp_path / WEIGHTS, 100)
@@ -173,7 +173,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize(("header", "data", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES)
-def test_broken_file(tmp_path, header, data, message):
+def test_broken_file_is_refused(tmp_path, header, data, message):
     if data is None:
         (tmp_path / WEIGHTS).write_bytes(header)
     else:
@@ -205,20 +205,20 @@ BROKEN_INDEXES = {
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN_INDEXES.values(), ids=BROKEN_INDEXES)
-def test_broken_index(tmp_path, content, message):
+def test_broken_index_is_refused(tmp_path, content, message):
     write_sharded(tmp_path)
     (tmp_path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
     error = refusal(tmp_path)
     assert re.search(message, error), error
 
 
-def test_tensor_in_two_shards(tmp_path):
+def test_tensor_in_two_shards_is_refused(tmp_path):
     write_sharded(tmp_path)
     save_file({"a": A, "c": C}, tmp_path / "model-00002-of-00002.safetensors")
     assert re.search("'a'.*'model-00001", refusal(tmp_path))
 
 
-def test_shards_without_their_index(tmp_path):
+def test_shards_without_index_are_refused(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert refusal(tmp_path).endswith(
         f"has model-00001-of-00002.safetensors, but no {INDEX}: copy the index of its shards, too"
@@ -226,12 +226,12 @@ def test_shards_without_their_index(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])
-def test_pickles_are_not_read(tmp_path, name):
+def test_pickle_checkpoints_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     assert re.search(f"pickle.*'{name}'", refusal(tmp_path))
 
 
-def test_not_a_file(tmp_path):
+def test_missing_or_irregular_weight_file_is_refused(tmp_path):
     assert WEIGHTS in refusal(tmp_path)
     assert "No such file or directory" in refusal(tmp_path / "absent")
     (tmp_path / WEIGHTS).mkdir()
@@ -246,7 +246,7 @@ def test_not_a_file(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_file(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     save_file({"a": A}, tmp_path / WEIGHTS)
     (tmp_path / WEIGHTS).chmod(0)
     assert "Permission denied" in refusal(tmp_path)

@@ -45,7 +45,7 @@ def entries(tensors):
     return [entry for entry, _ in items(tensors)]
 
 
-def test_the_library_reads_it(tmp_path):
+def test_written_shard_is_read_by_safetensors(tmp_path):
     digests = write_shard(tmp_path / WEIGHTS, items(TENSORS))
     loaded = load_file(tmp_path / WEIGHTS)
     assert loaded.keys() == digests.keys() == TENSORS.keys()
@@ -56,7 +56,7 @@ def test_the_library_reads_it(tmp_path):
     assert (tmp_path / WEIGHTS).stat().st_size == shard_size(entries(TENSORS))
 
 
-def test_copy_of_the_librarys_file_is_the_same(tmp_path):
+def test_copied_shard_has_same_bytes_as_safetensors_file(tmp_path):
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / WEIGHTS, {"format": "pt"})
     store = SafetensorsStore(tmp_path)
     copied = [(store.entries[name], partial(store.chunks, name)) for name in store.shards[WEIGHTS]]
@@ -87,7 +87,7 @@ def test_transformers_loads_shards(tmp_path):
 
 
 @pytest.mark.oldest
-def test_index_as_the_library_writes_it(tmp_path):
+def test_written_index_equals_transformers_index(tmp_path):
     model = toys.stock_model("Llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     theirs = (tmp_path / INDEX).read_text()
@@ -100,7 +100,7 @@ def test_index_as_the_library_writes_it(tmp_path):
     ("value", "dtype", "index"),
     grid([float("nan"), float("inf"), float("-inf")], DTYPE_NAMES, [0, CHUNK, -1], strength=1),
 )
-def test_a_broken_value_is_found(tmp_path, value, dtype, index):
+def test_nan_and_infinity_are_refused(tmp_path, value, dtype, index):
     tensor = torch.zeros(2 * CHUNK + 1, dtype=dtype)
     tensor[index] = value
     with pytest.raises(ConversionError, match=rf"'a\.weight'.*{value}"):
@@ -108,13 +108,13 @@ def test_a_broken_value_is_found(tmp_path, value, dtype, index):
 
 
 @pytest.mark.parametrize(("count", "message"), [(0, "0 bytes.*8"), (1, "4 bytes.*8"), (3, "8")])
-def test_wrong_amount_of_bytes(tmp_path, count, message):
+def test_wrong_number_of_bytes_is_refused(tmp_path, count, message):
     broken = (Entry("a", "F32", (2,)), partial(tensor_chunks, torch.ones(count)))
     with pytest.raises(ConversionError, match=f"'a'.*{message}"):
         write_shard(tmp_path / WEIGHTS, [broken, *items(TENSORS)])
 
 
-def test_producers_take_turns_in_the_order_of_the_file(tmp_path):
+def test_tensors_are_produced_sequentially_in_file_order(tmp_path):
     begun, busy = [], Lock()
 
     def produce(name, tensor):
@@ -131,7 +131,7 @@ def test_producers_take_turns_in_the_order_of_the_file(tmp_path):
     assert begun == list(tensors)
 
 
-def test_error_of_a_producer_comes_through(tmp_path):
+def test_producer_error_is_raised(tmp_path):
     def fail():
         yield from tensor_chunks(torch.ones(2))
         raise ConversionError(NAMED)
@@ -140,7 +140,7 @@ def test_error_of_a_producer_comes_through(tmp_path):
         write_shard(tmp_path / WEIGHTS, [(Entry("a", "F32", (4,)), fail), *items(TENSORS)])
 
 
-def test_intact(tmp_path):
+def test_is_intact_detects_changed_shards(tmp_path):
     file = tmp_path / WEIGHTS
     digests = write_shard(file, items(TENSORS))
     whole, expected = file.read_bytes(), entries(TENSORS)

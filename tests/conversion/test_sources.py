@@ -41,7 +41,7 @@ def gguf(tmp_path):
     return toys_of_gguf.write_model(tmp_path / "models" / "toy.gguf", toys_of_gguf.model("Qwen3"), "Qwen3")
 
 
-def test_a_folder(folder, tmp_path):
+def test_folder_source_lists_config_files_and_tensors(folder, tmp_path):
     source = open_source(str(folder), scratch=tmp_path / "scratch")
     assert source.config == json.loads((folder / "config.json").read_text())
     assert source.origin == {"kind": "folder", "name": "toy"}
@@ -51,7 +51,7 @@ def test_a_folder(folder, tmp_path):
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_folder_by_way_of_others(folder, tmp_path, monkeypatch):
+def test_relative_home_and_symlinked_folders_are_opened(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (".", "../toy", "~/toy", folder):
@@ -66,7 +66,7 @@ def test_a_folder_by_way_of_others(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_the_fingerprint_follows_the_files(folder, tmp_path, changed):
+def test_fingerprint_changes_with_source_files(folder, tmp_path, changed):
     before = open_source(folder, scratch=tmp_path).fingerprint
     assert open_source(folder, scratch=tmp_path).fingerprint == before
     if changed == "config.json":
@@ -77,7 +77,7 @@ def test_the_fingerprint_follows_the_files(folder, tmp_path, changed):
     assert open_source(folder, scratch=tmp_path).fingerprint != before
 
 
-def test_chat_templates_come_along(folder, tmp_path):
+def test_chat_templates_are_listed_and_code_among_them_is_refused(folder, tmp_path):
     templates = folder / "additional_chat_templates"
     templates.mkdir()
     (templates / "tools.jinja").write_text("{{ messages }}")
@@ -88,7 +88,7 @@ def test_chat_templates_come_along(folder, tmp_path):
 
 
 @pytest.mark.parametrize("files", [("tokenizer.model",), ("vocab.json", "merges.txt"), ("tokenizer.json",)])
-def test_any_tokenizer_will_do(folder, tmp_path, files):
+def test_every_kind_of_tokenizer_file_is_accepted(folder, tmp_path, files):
     (folder / "tokenizer.json").unlink()
     for name in files:
         with pytest.raises(ConversionError, match="tokenizer"):
@@ -109,7 +109,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS.values(), ids=CONFIGS)
-def test_a_config_that_cannot_be_read(folder, tmp_path, content, message):
+def test_unreadable_config_is_refused(folder, tmp_path, content, message):
     (folder / "config.json").write_bytes(content)
     with pytest.raises(ConversionError, match=rf"config\.json .*{message}") as caught:
         open_source(folder, scratch=tmp_path)
@@ -117,7 +117,7 @@ def test_a_config_that_cannot_be_read(folder, tmp_path, content, message):
     assert len(str(caught.value)) < 400
 
 
-def test_what_cannot_be_opened(folder, tmp_path):
+def test_invalid_source_paths_are_refused(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "piped").mkdir()
     os.mkfifo(tmp_path / "piped" / "config.json")
@@ -147,7 +147,7 @@ def test_what_cannot_be_opened(folder, tmp_path):
 
 
 @pytest.mark.parametrize("whole_folder", [False, True])
-def test_a_gguf_file(gguf, tmp_path, whole_folder):
+def test_gguf_source_provides_config_and_tokenizer_files(gguf, tmp_path, whole_folder):
     (gguf.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
     source = open_source(gguf.parent if whole_folder else gguf, scratch=tmp_path / "scratch")
     assert source.origin == {"kind": "gguf", "name": "toy.gguf"}
@@ -167,7 +167,7 @@ def test_a_gguf_file(gguf, tmp_path, whole_folder):
 
 
 @pytest.mark.parametrize(("facts", "first"), [({}, 0), ({"add_bos_token": 0}, 0), ({"add_bos_token": 1}, 1)])
-def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
+def test_gguf_add_bos_token_adds_first_token(gguf, tmp_path, facts, first):
     import gguf_toys
 
     metadata = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
@@ -180,7 +180,7 @@ def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
     assert Text(prose).windows(source, 32, 2, 61)[:, :2].tolist() == [[0, 5] if first else [5, 5]] * 2
 
 
-def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
+def test_ambiguous_gguf_folder_and_missing_tokenizer_are_refused(gguf, tmp_path):
     import gguf_toys
 
     model = gguf_toys.model("Qwen3")
@@ -198,7 +198,7 @@ def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_holds_the_gguf_file_is_not_overwritten(gguf):
+def test_folder_of_gguf_source_is_not_overwritten(gguf):
     for name in ("config.json", "model.safetensors"):
         (gguf.parent / name).write_text("{}")
     before = gguf.read_bytes()
@@ -207,7 +207,7 @@ def test_a_folder_that_holds_the_gguf_file_is_not_overwritten(gguf):
     assert gguf.read_bytes() == before
 
 
-def test_a_transformers_that_is_too_old_for_gguf(gguf, tmp_path, monkeypatch):
+def test_too_old_transformers_is_refused_for_gguf(gguf, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer.transformers, "__version__", "5.17.1")
     with pytest.raises(ConversionError, match=r"transformers 5\.17\.1"):
         open_source(gguf, scratch=tmp_path)

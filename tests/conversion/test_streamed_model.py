@@ -41,7 +41,7 @@ def expected(folder, tokens=TOKENS, **options):
 
 
 @pytest.mark.parametrize(("backbone", "tied", "backend"), grid(toys.BACKBONES, [False, True], ["eager", "sdpa"]))
-def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied, backend):
+def test_streamed_stock_model_gives_same_bits_as_loaded_model(tmp_path, backbone, tied, backend):
     saved(tmp_path, backbone, tie_word_embeddings=tied)
     model = streamed(tmp_path, attn_implementation=backend)
     assert model.config._attn_implementation == backend
@@ -49,7 +49,7 @@ def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied
 
 
 @pytest.mark.parametrize(("backbone", "case"), oldest(grid(toys.BACKBONES, toys.CASES, strength=1)))
-def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case):
+def test_streamed_mixed_model_gives_same_bits_as_loaded_model(tmp_path, backbone, case):
     saved(tmp_path, backbone, toys.CASES[case], tie_word_embeddings=case in toys.COMPOSITIONS)
     model = streamed(tmp_path)
     assert model.config._attn_implementation == "sdpa"
@@ -58,7 +58,7 @@ def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case
 
 @pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
 @pytest.mark.parametrize("mixers", [None, {"knocking": {}}])
-def test_layers_with_a_sliding_window(tmp_path, backbone, mixers):
+def test_sliding_window_layers_give_same_logits(tmp_path, backbone, mixers):
     saved(tmp_path / "window", backbone, mixers, **WINDOW)
     saved(tmp_path / "full", backbone, mixers)
     windowed = logits(streamed(tmp_path / "window"))
@@ -66,12 +66,12 @@ def test_layers_with_a_sliding_window(tmp_path, backbone, mixers):
     assert not torch.equal(windowed, logits(streamed(tmp_path / "full")))
 
 
-def test_experts_beside_dense_layers(tmp_path):
+def test_dense_and_moe_layers_give_same_logits(tmp_path):
     saved(tmp_path, "Qwen3Moe", mlp_only_layers=[0])
     assert torch.equal(logits(streamed(tmp_path)), expected(tmp_path))
 
 
-def test_scaled_positions(tmp_path):
+def test_llama3_rope_scaling_gives_same_logits(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     saved(tmp_path, "Llama", rope_parameters=rope)
@@ -79,7 +79,7 @@ def test_scaled_positions(tmp_path):
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
-def test_stored_in_half_precision_and_run_in_either(tmp_path, backbone):
+def test_bfloat16_checkpoint_runs_in_float32_and_bfloat16(tmp_path, backbone):
     toys.stock_model(backbone).bfloat16().save_pretrained(tmp_path)
     assert torch.equal(logits(streamed(tmp_path)), expected(tmp_path))
     half = logits(streamed(tmp_path, dtype=torch.bfloat16))
@@ -87,7 +87,7 @@ def test_stored_in_half_precision_and_run_in_either(tmp_path, backbone):
     assert torch.equal(half, expected(tmp_path, dtype=torch.bfloat16))
 
 
-def test_run_takes_one_sequence_at_a_time(tmp_path):
+def test_run_processes_one_sequence_at_a_time(tmp_path):
     saved(tmp_path, "Qwen3Moe")
     model, steps = streamed(tmp_path), []
     hidden = model.run(TOKENS, lambda: steps.append(None))
@@ -97,7 +97,7 @@ def test_run_takes_one_sequence_at_a_time(tmp_path):
     assert len(steps) == 2
 
 
-def test_a_hook_sees_what_attention_is_given(tmp_path):
+def test_attention_hook_receives_hidden_states_and_position_embeddings(tmp_path):
     saved(tmp_path, "Qwen3", {"knocking": {}})
     model, calls = streamed(tmp_path), []
 
@@ -111,7 +111,7 @@ def test_a_hook_sees_what_attention_is_given(tmp_path):
     assert calls == [((3, 11, 24), (1, 11, 8), layer) for layer in range(2)]
 
 
-def test_one_layer_at_a_time_has_weights_and_none_afterwards(tmp_path):
+def test_only_current_layer_has_weights(tmp_path):
     saved(tmp_path, "Llama", {"talking": {}})
     model, earlier = streamed(tmp_path), []
     for _, layer in model.layers():
@@ -126,7 +126,7 @@ def test_one_layer_at_a_time_has_weights_and_none_afterwards(tmp_path):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
 @pytest.mark.parametrize(("tied", "resident"), [(False, True), (True, False)])
 @torch.no_grad()
-def test_the_whole_model_for_a_while(tmp_path, backbone, tied, resident):
+def test_whole_context_gives_same_logits_and_frees_weights(tmp_path, backbone, tied, resident):
     saved(tmp_path, backbone, {"knocking": {}}, tie_word_embeddings=tied)
     streaming = streamed(tmp_path)
     with streaming.whole(resident) as model:
@@ -137,7 +137,7 @@ def test_the_whole_model_for_a_while(tmp_path, backbone, tied, resident):
     assert torch.equal(logits(streaming), expected(tmp_path))
 
 
-def test_a_loop_that_is_left_frees_its_layer(tmp_path):
+def test_layer_is_freed_after_break(tmp_path):
     model = streamed(saved(tmp_path, "Llama"))
     for _, layer in model.layers():  # noqa: B007
         break
@@ -145,7 +145,7 @@ def test_a_loop_that_is_left_frees_its_layer(tmp_path):
     assert all(tensor.is_meta for tensor in layer.parameters())
 
 
-def test_the_given_config_is_left_as_it_was(tmp_path):
+def test_given_config_is_not_modified(tmp_path):
     saved(tmp_path, "Llama")
     config = AutoConfig.from_pretrained(tmp_path)
     before = config.to_dict()
@@ -164,7 +164,7 @@ def test_the_given_config_is_left_as_it_was(tmp_path):
         ("lm_head.weight", None, r"\[61, 24\]"),
     ],
 )
-def test_what_is_missing_or_misshapen_is_named(tmp_path, name, change, message):
+def test_missing_or_misshapen_tensor_is_named_in_error(tmp_path, name, change, message):
     toys.stock_model("Qwen3Moe").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensor = tensors.pop(name)

@@ -64,7 +64,7 @@ def source(tmp_path_factory):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(("variant", "name"), grid(VARIANTS, NEUTRAL, strength=1))
-def test_neutral_conversions_and_back(variant, name, tmp_path):
+def test_neutral_conversion_and_fold_round_trip(variant, name, tmp_path):
     task, changes = VARIANTS[variant]
     source = write_t5(tmp_path / "source", task, **changes)
     report = crosshead.convert(source, tmp_path / "made", NEUTRAL[name], verify=False)
@@ -85,7 +85,7 @@ def test_neutral_conversions_and_back(variant, name, tmp_path):
     assert (verified["kv_bytes_per_token_before"] == 0) == (task == "EncoderModel")
 
 
-def test_trained_weights_fold_into_the_projections(source, tmp_path):
+def test_trained_mixers_fold_into_projections(source, tmp_path):
     mixers = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}, "explicit@decoder+cross": {}}
     crosshead.convert(source, tmp_path / "made", mixers, verify=False)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made")
@@ -101,7 +101,7 @@ def test_trained_weights_fold_into_the_projections(source, tmp_path):
     assert (result - outputs(source)).norm() > 1e-2 * expected.norm()
 
 
-def test_streaming_gives_the_models_logits(source):
+def test_streamed_model_gives_same_logits(source):
     """The encoder reads the first half of a window; the decoder reads its start token and the second half."""
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(source, attn_implementation="eager").eval()
     tokens = toys.tokens(length=11)
@@ -113,7 +113,7 @@ def test_streaming_gives_the_models_logits(source):
         assert torch.allclose(head(streamed.run(tokens)), expected, atol=1e-6)
 
 
-def test_random_starting_values_have_the_models_spread():
+def test_random_starting_values_have_std_of_model_initialisation():
     config = toys.mixed_config("T5", {"cross": {"mixture": {"active_heads": 3}}})
     drawn = [starting_values(config, 3, seed)["mixers.mixture.routed.weight"] for seed in range(20)]
     assert torch.stack(drawn).std() == pytest.approx(config.d_model**-0.5, rel=0.1)
@@ -138,7 +138,7 @@ mixers:
 """
 
 
-def test_options_of_parts(source, tmp_path):
+def test_mixer_options_apply_to_named_parts(source, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     config = transformers.AutoConfig.from_pretrained(source)
     config = crosshead.CrossheadT5Config.from_dict(config.to_dict())
@@ -161,7 +161,7 @@ def test_options_of_parts(source, tmp_path):
     }
 
 
-def test_fewer_component_heads_of_a_part(source, tmp_path):
+def test_fewer_component_heads_in_decoder_only(source, tmp_path):
     mixers = {"explicit@decoder": {"key_heads": "50%", "value_heads": [4, 3, 2], "method": "svd"}}
     report = crosshead.convert(source, tmp_path / "made", mixers)
     assert not report["verification"]["must_equal"] and 0 < report["verification"]["kl_divergence"] < 1
@@ -174,7 +174,7 @@ def test_fewer_component_heads_of_a_part(source, tmp_path):
     assert torch.allclose(outputs(tmp_path / "back"), outputs(tmp_path / "made"), atol=1e-5)
 
 
-def test_fitted_routers_are_better_than_the_papers(source, tmp_path):
+def test_fitted_router_is_closer_to_source_than_paper_router(source, tmp_path):
     options = {"calibration": source.parent / "words.txt"}
     crosshead.convert(source, tmp_path / "fitted", {"mixture": {"active_heads": 3}}, **options, verify=False)
     paper = {"mixture": {"active_heads": 3, "method": "paper"}}
@@ -187,7 +187,7 @@ def test_fitted_routers_are_better_than_the_papers(source, tmp_path):
     assert not torch.equal(made[f"{attention}.o.weight"], before[f"{attention}.o.weight"])
 
 
-def test_bilinear_starts_at_the_source(source, tmp_path):
+def test_bilinear_conversion_keeps_source_outputs(source, tmp_path):
     report = crosshead.convert(source, tmp_path / "made", {"bilinear": {}, "gating": {}})
     assert report["verification"]["must_equal"] and report["counts"]["dropped"] == 2 * 8
     assert torch.allclose(outputs(tmp_path / "made"), outputs(source), atol=1e-5)
@@ -195,7 +195,7 @@ def test_bilinear_starts_at_the_source(source, tmp_path):
         crosshead.fold(tmp_path / "made", tmp_path / "back")
 
 
-def test_a_checkpoint_as_the_first_ones_on_the_hub(source, tmp_path):
+def test_old_hub_t5_checkpoint_converts_exactly(source, tmp_path):
     """Old checkpoints store the embedding four times, and a cross-attention position bias that no class has."""
     folder = write_t5(tmp_path / "source", num_decoder_layers=3)
     state, bias = tensors(source), "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -209,7 +209,7 @@ def test_a_checkpoint_as_the_first_ones_on_the_hub(source, tmp_path):
     assert torch.allclose(outputs(tmp_path / "made")[..., :61], outputs(source), atol=1e-6)
 
 
-def test_an_encoder_whose_embedding_has_one_of_its_names(tmp_path):
+def test_encoder_checkpoint_with_embed_tokens_name_converts(tmp_path):
     folder = write_t5(tmp_path / "source", "EncoderModel")
     state = tensors(folder)
     state["encoder.embed_tokens.weight"] = state.pop("shared.weight")
@@ -246,7 +246,7 @@ def test_an_encoder_whose_embedding_has_one_of_its_names(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_refused(mixers, options, words, source, tmp_path):
+def test_invalid_requests_are_refused(mixers, options, words, source, tmp_path):
     with pytest.raises(ConversionError) as caught:
         crosshead.convert(source, tmp_path / "made", mixers, **options)
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
@@ -256,7 +256,7 @@ def test_what_is_refused(mixers, options, words, source, tmp_path):
 @pytest.mark.parametrize(
     ("target", "options", "word"), [("back", {"keep_cache": True}, "--keep-cache"), ("back.gguf", {}, "back.gguf")]
 )
-def test_folds_that_are_refused(target, options, word, source, tmp_path):
+def test_keep_cache_and_gguf_folds_are_refused(target, options, word, source, tmp_path):
     crosshead.convert(source, tmp_path / "made", {"explicit": {}}, verify=False)
     with pytest.raises(ConversionError, match=word):
         crosshead.fold(tmp_path / "made", tmp_path / target, **options)

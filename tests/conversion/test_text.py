@@ -12,21 +12,21 @@ def words(count):
     return " ".join(f"w{index % 60 + 1}" for index in range(count))
 
 
-def test_the_default_text_has_several_languages_and_enough_for_all_windows():
+def test_default_text_is_multilingual_and_long_enough():
     text = default_text()
     assert len(text) > 150_000  # 23 windows of 1,024 tokens with 5 characters each, in four fifths of it
     assert len(default_documentation()) > 50_000  # 7 windows with 7 characters for each token
     assert all(word in text for word in ("the river", "def ", "Sediment", "\u0438", "\u7684"))
 
 
-def test_windows_do_not_overlap_and_are_spread_over_the_text():
+def test_windows_are_spread_over_text_without_overlap():
     taken = windows(toy_tokenizer(), words(60), 5, 4, 61)
     assert taken.dtype == torch.long
     assert taken[:, 0].tolist() == [1, 16, 31, 46]
     assert taken[1].tolist() == [16, 17, 18, 19, 20]
 
 
-def test_windows_begin_as_the_tokenizer_begins_a_text():
+def test_windows_start_with_tokenizer_start_tokens():
     tokenizer = toy_tokenizer()
     assert start_tokens(tokenizer) == [] and end_tokens(tokenizer) == []
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
@@ -43,12 +43,12 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
         windows(tokenizer, words(40), 8, 4, 60)
 
 
-def test_all_windows_are_taken_where_there_are_no_more():
+def test_number_of_windows_is_limited_by_text_length():
     assert windows(toy_tokenizer(), words(47), 5, 9, 61)[:, 0].tolist() == list(range(1, 46, 5))
     assert windows(toy_tokenizer(), words(47), 5, 100, 61).shape == (9, 5)
 
 
-def test_of_a_long_text_only_pieces_are_tokenised():
+def test_only_pieces_of_long_text_are_tokenised():
     text = "x " * 100_000 + words(60)
     texts = []
 
@@ -60,7 +60,7 @@ def test_of_a_long_text_only_pieces_are_tokenised():
     assert len(texts[0]) == 3 * 8 * 32
 
 
-def test_a_short_text_gives_a_shorter_window_or_an_error():
+def test_short_text_gives_shorter_window_or_is_refused():
     assert windows(toy_tokenizer(), words(40), 100, 4, 61).shape == (1, 40)
     with pytest.raises(ConversionError, match=r"31 tokens.*32"):
         windows(toy_tokenizer(), words(31), 100, 4, 61)
@@ -68,6 +68,6 @@ def test_a_short_text_gives_a_shorter_window_or_an_error():
         windows(toy_tokenizer(), "", 100, 4, 61)
 
 
-def test_a_tokenizer_of_another_model_is_refused():
+def test_tokens_beyond_vocabulary_are_refused():
     with pytest.raises(ConversionError, match=r"token 40.*39"):
         windows(toy_tokenizer(), words(40), 8, 4, 40)

@@ -30,7 +30,7 @@ def made(tmp_path_factory):
     return folder / "model"
 
 
-def test_settings_say_nothing_of_the_loader(made, tmp_path):
+def test_tokenizer_config_has_no_loading_arguments(made, tmp_path):
     settings = json.loads((made / "tokenizer_config.json").read_text())
     before = json.loads((made.parent / "source" / "tokenizer_config.json").read_text())
     assert settings == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
@@ -39,7 +39,7 @@ def test_settings_say_nothing_of_the_loader(made, tmp_path):
     assert (tmp_path / "tokenizer_config.json").read_text() == '{"tokenizer_class":"X"}'
 
 
-def test_code_of_the_tokenizer_is_not_named(tmp_path):
+def test_custom_tokenizer_code_is_neither_copied_nor_named(tmp_path):
     """The tokenizer's code is not copied, so the settings must not name it."""
     source = write_stock(tmp_path / "source")
     path = source / "tokenizer_config.json"
@@ -52,7 +52,7 @@ def test_code_of_the_tokenizer_is_not_named(tmp_path):
     assert loaded("ab").input_ids == [1, 2]
 
 
-def test_a_source_that_is_read_only(tmp_path):
+def test_files_of_read_only_source_are_copied_writable(tmp_path):
     source = write_stock(tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 1 }}")
@@ -73,7 +73,7 @@ def test_licences_are_copied(name, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "asks"), [("trust_remote_code=False", False), ("", True)])
-def test_it_loads_where_nobody_trusts_the_code(made, options, asks):
+def test_tokenizer_loads_without_trust_remote_code(made, options, asks):
     """Without trust_remote_code, transformers asks because of the model's code, and continues without an answer."""
     command = [sys.executable, "-P", "-c", CLEAN.format(options=options), str(made)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)

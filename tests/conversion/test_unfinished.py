@@ -18,7 +18,7 @@ ERRORS = [ConversionError, RuntimeError, MemoryError, OSError, KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_error_keeps_finished_work(tmp_path, kind):
+def test_error_keeps_finished_shards_for_next_run(tmp_path, kind):
     target, expected = tmp_path / "out", ConversionError if kind is OSError else kind
     with pytest.raises(expected, match="no") as caught, atomic_output(target, ONE, False) as output:
         output.expect(SHARDS)
@@ -35,7 +35,7 @@ def test_error_keeps_finished_work(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_error_before_anything_is_finished_leaves_nothing(tmp_path, kind):
+def test_error_before_first_shard_leaves_no_files(tmp_path, kind):
     expected = ConversionError if kind is OSError else kind
     with (
         pytest.raises(expected, match="no") as caught,
@@ -49,7 +49,7 @@ def test_error_before_anything_is_finished_leaves_nothing(tmp_path, kind):
     assert names(tmp_path) == []
 
 
-def test_model_that_is_not_verified_is_kept(tmp_path):
+def test_model_that_fails_verification_is_kept(tmp_path):
     with pytest.raises(ConversionError) as caught, atomic_output(tmp_path / "out", ONE, False) as output:
         write(output)
         raise ConversionError("another model")
@@ -60,14 +60,14 @@ def test_model_that_is_not_verified_is_kept(tmp_path):
     assert run(tmp_path / "out") == []
 
 
-def test_next_run_goes_on(tmp_path):
+def test_next_run_continues_interrupted_run(tmp_path):
     stopped(tmp_path / "out")
     assert names(tmp_path) == [".out.crosshead-partial"]
     assert run(tmp_path / "out") == list(SHARDS)[2:]
     assert complete(tmp_path / "out")
 
 
-def test_next_run_checks_what_it_finds(tmp_path):
+def test_next_run_rewrites_damaged_and_missing_shards(tmp_path):
     stopped(tmp_path / "out", stop=3)
     first, second, third = (tmp_path / ".out.crosshead-partial" / "model" / file for file in list(SHARDS)[:3])
     first.write_bytes(first.read_bytes()[:-1] + b"x")
@@ -77,7 +77,7 @@ def test_next_run_checks_what_it_finds(tmp_path):
     assert complete(tmp_path / "out")
 
 
-def test_another_conversion_discards_nothing_unless_told(tmp_path):
+def test_other_conversion_needs_restart_to_discard_work(tmp_path):
     stopped(tmp_path / "out")
     work = tmp_path / ".out.crosshead-partial"
     (work / "kept").write_text("old")
@@ -90,13 +90,13 @@ def test_another_conversion_discards_nothing_unless_told(tmp_path):
         assert write(output) == list(SHARDS)
 
 
-def test_restart_of_the_same_conversion(tmp_path):
+def test_restart_rewrites_all_shards_of_same_conversion(tmp_path):
     stopped(tmp_path / "out")
     assert run(tmp_path / "out", restart=True) == list(SHARDS)
     assert complete(tmp_path / "out")
 
 
-def test_another_conversion_goes_on_where_nothing_was_finished(tmp_path):
+def test_other_conversion_replaces_work_without_finished_shards(tmp_path):
     """A killed process leaves a journal without finished files."""
     work = tmp_path / ".out.crosshead-partial"
     (work / "model").mkdir(parents=True)
@@ -106,14 +106,14 @@ def test_another_conversion_goes_on_where_nothing_was_finished(tmp_path):
 
 
 @pytest.mark.parametrize("journal", ["", "{", None, "[]", '{"identity": "of another version", "finished": {}}'])
-def test_lost_journal(tmp_path, journal):
+def test_invalid_journal_rewrites_all_shards(tmp_path, journal):
     stopped(tmp_path / "out")
     path = tmp_path / ".out.crosshead-partial" / "journal.json"
     path.unlink() if journal is None else path.write_text(journal)
     assert run(tmp_path / "out") == list(SHARDS)
 
 
-def test_stopped_while_it_checks_what_it_finds(tmp_path, monkeypatch):
+def test_interrupted_integrity_check_keeps_finished_shards(tmp_path, monkeypatch):
     def stop(path, *_):
         raise KeyboardInterrupt
 
@@ -124,7 +124,7 @@ def test_stopped_while_it_checks_what_it_finds(tmp_path, monkeypatch):
     assert run(tmp_path / "out") == list(SHARDS)[2:]
 
 
-def test_other_plan_of_the_same_conversion(tmp_path):
+def test_changed_shard_plan_discards_finished_shards(tmp_path):
     stopped(tmp_path / "out")
     with atomic_output(tmp_path / "out", ONE, False) as output:
         first = next(iter(SHARDS))
@@ -133,7 +133,7 @@ def test_other_plan_of_the_same_conversion(tmp_path):
         assert names(output.folder) == []
 
 
-def test_kept_files_wait_for_the_next_run_and_are_not_published(tmp_path):
+def test_work_files_are_kept_for_next_run_and_not_published(tmp_path):
     with pytest.raises(KeyboardInterrupt), atomic_output(tmp_path / "out", ONE, False) as output:
         (output.work / "statistics").write_text("counted")
         raise KeyboardInterrupt
@@ -145,7 +145,7 @@ def test_kept_files_wait_for_the_next_run_and_are_not_published(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_disk_full_meanwhile(tmp_path):
+def test_full_disk_error_keeps_finished_shards(tmp_path):
     def fill():
         with atomic_output(tmp_path / "out", ONE, False) as output:
             write(output)
@@ -158,7 +158,7 @@ def test_disk_full_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "b", ".out.crosshead-partial", "lock", ".journal.json.partial", "model"])
-def test_disk_full_at_the_start_leaves_nothing(tmp_path, monkeypatch, name):
+def test_full_disk_at_start_leaves_no_files(tmp_path, monkeypatch, name):
     def without_room(make, begins=False):
         def made(path, *arguments, **options):
             if Path(path).name != name:
@@ -179,7 +179,7 @@ def test_disk_full_at_the_start_leaves_nothing(tmp_path, monkeypatch, name):
     assert run(tmp_path / "a" / "b" / "out") == list(SHARDS)
 
 
-def test_disk_full_at_the_start_keeps_finished_work(tmp_path, monkeypatch):
+def test_full_disk_at_start_keeps_finished_shards(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 

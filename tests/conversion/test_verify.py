@@ -42,7 +42,7 @@ def trained(folder, mixers, dtype, **changes):
 
 
 @pytest.mark.oldest
-def test_every_tensor_is_accounted_for(tmp_path):
+def test_report_counts_every_tensor(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe", MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}})
     measured = report["verification"]
@@ -55,7 +55,7 @@ def test_every_tensor_is_accounted_for(tmp_path):
     assert json.loads((tmp_path / "made" / "conversion.json").read_text())["verification"] == measured
 
 
-def test_a_model_too_large_for_the_memory(tmp_path, monkeypatch):
+def test_model_larger_than_memory_is_verified_by_names_and_shapes(tmp_path, monkeypatch):
     monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     monkeypatch.setattr(verify, "final_logits", None)  # it would read the whole model once more
@@ -65,7 +65,7 @@ def test_a_model_too_large_for_the_memory(tmp_path, monkeypatch):
     assert measured["reload"] == {"remote_code": True, "checked": "names and shapes", "tensors": expected}
 
 
-def test_work_grows_as_the_tensors_do(tmp_path, monkeypatch):
+def test_work_grows_linearly_with_number_of_tensors(tmp_path, monkeypatch):
     """Large mixtures of experts have tens of thousands of tensors in hundreds of thousands of chunks."""
     sizes, counted = [], Entry.size
     monkeypatch.setattr(Entry, "size", property(lambda entry: sizes.append(entry) or counted.fget(entry)))
@@ -78,7 +78,7 @@ def test_work_grows_as_the_tensors_do(tmp_path, monkeypatch):
     assert reads[1] < 1.5 * reads[0]
 
 
-def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
+def test_bad_tokenizer_is_refused_before_writing(tmp_path):
     source = write_stock(tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
     steps = []
@@ -107,7 +107,7 @@ def wrong_order(monkeypatch):
 
 
 @pytest.mark.parametrize(("mixers", "fault"), [(LINEAR, wrong_start), (CALIBRATED, wrong_order)])
-def test_a_conversion_that_is_not_neutral_fails(mixers, fault, unloaded, tmp_path, monkeypatch):
+def test_wrong_neutral_conversion_fails_verification(mixers, fault, unloaded, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", num_key_value_heads=1)
     fault(monkeypatch)
     with pytest.raises(ConversionError, match="KL"):
@@ -142,7 +142,7 @@ def one_head_forgotten(tensors, layout):
     ("backbone", "rule", "dtype"),
     grid(["Llama", "Qwen3Moe"], [transposed, without_bias, swapped_heads, one_head_forgotten], DTYPES, strength=1),
 )
-def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
+def test_wrong_fold_fails_verification(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
     model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
@@ -153,7 +153,7 @@ def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("backbone", "dtype"), grid(["Llama", "Qwen3Moe"], ["float16", "bfloat16"], strength=1))
-def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
+def test_half_precision_rounding_passes_verification(backbone, dtype, unloaded, tmp_path):
     source = write_stock(tmp_path / "source", backbone, max_position_embeddings=256)
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
     assert measured["must_equal"]
@@ -161,7 +161,7 @@ def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
     assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # rounding sends a token to another expert
 
 
-def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):
+def test_tolerance_is_strict_if_dtype_is_unchanged(unloaded, tmp_path):
     source = write_stock(tmp_path / "source", dtype=torch.bfloat16)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype="bfloat16", verify=False)
     assert report["tolerance"] == {"logits": 1e-5, "divergence": 1e-5}
@@ -170,7 +170,7 @@ def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):
     assert report["verification"]["greatest_logit_difference"] == 0
 
 
-def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
+def test_wrong_bundled_code_fails_verification(tmp_path, monkeypatch):
     code_files = bundle.code_files
 
     def changed(config):
@@ -185,7 +185,7 @@ def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
     assert not (tmp_path / "made").exists()
 
 
-def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
+def test_home_folder_paths_are_expanded(unloaded, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_stock(tmp_path / "source")
     crosshead.convert("~/source", "~/made", {"knocking": {}}, verify=False)
@@ -197,7 +197,7 @@ def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
         crosshead.verify("~/source", "~/made")
 
 
-def test_what_was_trained_since_need_not_be_equal(unloaded, tmp_path):
+def test_trained_model_need_not_equal_source(unloaded, tmp_path):
     model = trained(tmp_path, LINEAR, torch.float32)
     (model / "conversion.json").write_bytes((tmp_path / "made" / "conversion.json").read_bytes())
     measured = crosshead.verify(tmp_path / "stock", model)["verification"]
@@ -209,7 +209,7 @@ def test_what_was_trained_since_need_not_be_equal(unloaded, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"tensors": {}}', "[]"])
-def test_a_damaged_record_is_an_error(unloaded, tmp_path, content):
+def test_damaged_conversion_record_is_refused(unloaded, tmp_path, content):
     source = write_stock(tmp_path / "source")
     crosshead.convert(source, tmp_path / "made", LINEAR, verify=False)
     record = tmp_path / "made" / "conversion.json"
@@ -221,7 +221,7 @@ def test_a_damaged_record_is_an_error(unloaded, tmp_path, content):
     assert "changed_since_conversion" not in crosshead.verify(source, tmp_path / "made")["verification"]["tensors"]
 
 
-def test_progress_tells_of_the_bytes_that_are_checked(unloaded, tmp_path):
+def test_progress_reports_checked_bytes(unloaded, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
     steps = []

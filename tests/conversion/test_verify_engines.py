@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
         ("llama.cpp", sys.executable, "pip install llama-cpp-python"),
     ],
 )
-def test_refusals(engine, python, reason, folders):
+def test_unavailable_engine_is_refused(engine, python, reason, folders):
     with pytest.raises(ConversionError) as caught:
         verify_in_engine(*folders, engine, python=python)
     assert reason in str(caught.value)
@@ -41,21 +41,21 @@ def test_refusals(engine, python, reason, folders):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
-def test_refuses_encoders(engine, tmp_path):
+def test_encoders_are_refused(engine, tmp_path):
     source = write_encoder(tmp_path / "source")
     with pytest.raises(ConversionError, match=rf"--engine {engine}.*'bert'") as caught:
         verify_in_engine(source, source, engine)
     assert "\n" not in str(caught.value)
 
 
-def test_refuses_code_of_others(folders, tmp_path):
+def test_foreign_model_code_is_refused(folders, tmp_path):
     write_model(toys.mixed_model("Llama", MIXERS), tmp_path / "model")
     (tmp_path / "model" / "modeling_crosshead.py").write_text("raise SystemExit\n")
     with pytest.raises(ConversionError, match="trust-remote-code"):
         verify_in_engine(tmp_path / "model", folders[1], "vllm")
 
 
-def test_comparison():
+def test_compared_reports_differences_of_engine_results():
     numbers = {"version": "1", "kv_bytes_per_token": 8.0, "kv_cache_tokens": 100, "tokens_per_second": 5.0}
     source = {**numbers, "logprobs": [[-1.0, -2.0], [-3.0]], "tokens": [[1, 2], [3, 4]], "greedy_text": "a"}
     model = {**numbers, "logprobs": [[-1.0, -2.5], [-3.0]], "tokens": [[1, 2], [3, 5]], "greedy_text": "b"}

@@ -23,7 +23,7 @@ class PieceStore:
 
 @pytest.mark.parametrize("piece", [8, 24, 1000])
 @pytest.mark.parametrize(("stored", "written"), [("F32", "F32"), ("BF16", "BF16"), ("F32", "BF16"), ("F16", "F32")])
-def test_grown(stored, written, piece):
+def test_grown_embedding_appends_mean_row(stored, written, piece):
     matrix = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     store = PieceStore(matrix, stored, piece)
     raw = b"".join(bytes(chunk) for chunk in grown(store, Entry("embed", written, (600, 5))))
@@ -34,7 +34,7 @@ def test_grown(stored, written, piece):
 
 
 @pytest.mark.parametrize("piece", [8, 1000])
-def test_a_bias_grows_by_its_mean(piece):
+def test_grown_bias_appends_mean(piece):
     bias = torch.randn(7, generator=torch.Generator().manual_seed(0))
     raw = b"".join(bytes(chunk) for chunk in grown(PieceStore(bias, "F32", piece), Entry("embed", "F32", (600,))))
     result = torch.frombuffer(bytearray(raw), dtype=torch.float32)
@@ -42,13 +42,13 @@ def test_a_bias_grows_by_its_mean(piece):
     assert torch.equal(result[7:], bias.double().mean().float().expand(593))
 
 
-def test_a_vocabulary_does_not_shrink():
+def test_smaller_vocabulary_is_refused():
     check_vocabulary(61, 61)
     with pytest.raises(ConversionError, match=r"--vocab-size 60.*61"):
         check_vocabulary(60, 61)
 
 
-def test_numbers_too_large_for_the_dtype_are_not_blamed_on_the_checkpoint():
+def test_overflow_in_dtype_conversion_suggests_bfloat16():
     store = PieceStore(torch.tensor([[1.0, 1e5], [2.0, 3.0]]), "F32", 16)
     with pytest.raises(ConversionError, match=r"embed.*--dtype bfloat16"):
         list(grown(store, Entry("embed", "F16", (5, 2))))
