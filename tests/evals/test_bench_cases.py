@@ -23,13 +23,13 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vo
 CASES = {case.name: case for case in (*ATTENTION, *DECODE)}
 
 
-def small(name, **shape):
+def small_case(name, **shape):
     case = CASES[name]
     shape = {"tokens": 40} | shape
     return replace(case, shape=case.shape | (SMALL if "hidden_size" in case.shape else {}) | shape)
 
 
-def test_names_and_words_tell_cases_apart():
+def test_case_names_and_descriptions_are_unique():
     assert len(CASES) == len(ATTENTION) + len(DECODE)
     descriptions = {(case.description, case.baseline) for case in CASES.values()}
     assert len(descriptions) == len(CASES)
@@ -37,7 +37,7 @@ def test_names_and_words_tell_cases_apart():
         assert case.unit == ("bytes" if case.measures_memory or case.name == "cache" else "seconds")
 
 
-def test_the_targets_are_those_that_were_set():
+def test_target_ratios_of_cases():
     expected = {
         "mixture-half-2048": (0.75, None),
         "mixture-half-4096": (0.65, 0.60),
@@ -73,9 +73,9 @@ def test_the_targets_are_those_that_were_set():
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured != MEMORY])
-def test_both_sides_give_results_of_one_shape(name, monkeypatch):
+def test_both_sides_return_the_same_output_shape(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "UNCACHED_BYTES", 1)
-    results = [first_tensor(run()) for run in small(name).pair() for _ in range(2)]
+    results = [first_tensor(run()) for run in small_case(name).pair() for _ in range(2)]
     if "-step" not in name:  # a training step gives nothing back
         assert len({tensor.shape for tensor in results}) == 1
         assert all(tensor.isfinite().all() for tensor in results)
@@ -88,7 +88,7 @@ def first_tensor(result):
     return result if result is None else torch.as_tensor(result)
 
 
-def test_inputs_are_the_same_whoever_attends():
+def test_attention_inputs_do_not_depend_on_the_global_seed():
     inputs = []
 
     def attend(query, key, value):
@@ -104,16 +104,16 @@ def test_inputs_are_the_same_whoever_attends():
 
 
 @pytest.mark.parametrize("name", ["mixture-half-2048", "mixture-half-padded-2048", "mixture-published-4096"])
-def test_mixture_is_dense_attention_where_heads_count(name):
-    ours, baseline = small(name).pair()
+def test_mixture_matches_dense_attention_on_active_heads(name):
+    ours, baseline = small_case(name).pair()
     gates = random_gates(40, 16, 8, 4)
     assert gates.sum(-1).eq(8).all() and gates[..., :4].eq(1).all()
     visible = slice(40 // 16 * ("padded" in name), None)  # the first queries of a padded text see no key
     torch.testing.assert_close((ours() * gates[..., None])[:, visible], (baseline() * gates[..., None])[:, visible])
 
 
-def test_gradients_of_mixture_are_of_all_inputs():
-    for gradients in (run() for run in small("mixture-gradients-2048").pair()):
+def test_mixture_gradients_cover_query_key_and_value():
+    for gradients in (run() for run in small_case("mixture-gradients-2048").pair()):
         assert [x.shape for x in gradients] == [(1, 16, 40, 64)] * 3
 
 
@@ -127,8 +127,8 @@ def test_gradients_of_mixture_are_of_all_inputs():
         ("talking-published-beside-sdpa", None),
     ],
 )
-def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
-    """Cases run the registered attention function; cases of a published model run the function in its own code."""
+def test_cases_run_registered_attention_functions(name, function, monkeypatch):
+    """Cases of a published model run the attention function in its own code instead."""
     called = []
     for attention in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
         monkeypatch.setitem(
@@ -136,7 +136,7 @@ def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
             attention,
             recording(attention, ALL_ATTENTION_FUNCTIONS[attention], called),
         )
-    small(name).side(True)()
+    small_case(name).side(True)()
     assert called == ([] if function is None else [function])
 
 
@@ -145,21 +145,23 @@ def recording(name, function, called):
 
 
 @pytest.mark.parametrize("name", ["talking-forward", "talking-gradients"])
-def test_talking_in_blocks_is_eager_talking(name):
+def test_blockwise_talking_matches_eager(name):
     torch.manual_seed(9)  # the same maps, whatever random numbers were drawn before
-    results, expected = (run() for run in small(name).pair())
+    results, expected = (run() for run in small_case(name).pair())
     if name == "talking-forward":
         results, expected = [results], [expected]
     assert len(results) == (1 if name == "talking-forward" else 5)  # with the gradients of both maps
     for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-    assert not torch.equal(small("talking-forward").side(False)(), small("talking-forward-beside-sdpa").side(False)())
+    assert not torch.equal(
+        small_case("talking-forward").side(False)(), small_case("talking-forward-beside-sdpa").side(False)()
+    )
 
 
 @pytest.mark.parametrize("name", ["grouped-8k", "grouped-8k-padded", "grouped-8k-normed", "grouped-8k-two"])
-def test_explicit_attends_to_components(name, monkeypatch):
+def test_explicit_matches_stock_attention_on_combined_heads(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "UNCACHED_BYTES", 1)
-    case, captured = small(name), {}
+    case, captured = small_case(name), {}
 
     def capture(module, query, key, value, mask, **options):
         captured.update(options | {"query": query, "key": key, "value": value, "mask": mask})
@@ -186,7 +188,7 @@ def test_explicit_attends_to_components(name, monkeypatch):
 @pytest.mark.parametrize(
     "case", [case for name, case in CASES.items() if name.startswith("host-")], ids=lambda case: case.name
 )
-def test_a_token_on_one_thread(case):
+def test_host_cases_decode_one_token_and_restore_the_thread_count(case):
     ours, baseline = case.pair()
     before = torch.get_num_threads()
     logits_ours, logits_baseline = ours().logits, baseline().logits
@@ -194,16 +196,16 @@ def test_a_token_on_one_thread(case):
     assert torch.get_num_threads() == before
 
 
-def test_as_many_places_as_it_takes_to_be_cold(monkeypatch):
+def test_inputs_are_copied_until_they_exceed_the_cpu_cache(monkeypatch):
     made = []
     monkeypatch.setattr(bench_attention, "cycle", lambda turns: made.append(len(turns)) or iter(turns * 9))
     monkeypatch.setattr(bench_attention, "UNCACHED_BYTES", 5 * 2 * 8 * 40 * 128 * 4 - 1)
-    small("grouped-8k").pair()
+    small_case("grouped-8k").pair()
     assert made == [5, 5]
 
 
-def test_a_token_meets_as_many_as_it_should():
-    shape = small("model-16k").shape
+def test_next_token_attends_to_the_full_cache_length():
+    shape = small_case("model-16k").shape
     for ours in (True, False):
         run = bench_models.next_token(ours, **shape)
         caches = [cell.cell_contents for cell in run.__wrapped__.__closure__ if hasattr(cell.cell_contents, "layers")]
@@ -213,12 +215,12 @@ def test_a_token_meets_as_many_as_it_should():
         assert cache.layers[0].keys[0, :, 0].numel() == (4 if ours else 8) * 128
 
 
-def test_the_cache_is_counted_in_a_model():
-    ours, stock_bytes = (run() for run in small("cache", tokens=7).pair())
+def test_cache_case_counts_kv_bytes_of_the_model():
+    ours, stock_bytes = (run() for run in small_case("cache", tokens=7).pair())
     assert stock_bytes == 2 * 8 * 7 * 128 * 4 and 2 * ours == stock_bytes
 
 
-def test_what_is_made_is_of_the_devices_dtype(monkeypatch):
+def test_on_device_sets_and_restores_the_default_dtype(monkeypatch):
     with on_device("cpu"):
         assert torch.randn(1).dtype == torch.float32
     monkeypatch.setitem(on_device.__wrapped__.__globals__["DTYPES"], "cpu", torch.bfloat16)
@@ -230,7 +232,7 @@ def test_what_is_made_is_of_the_devices_dtype(monkeypatch):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
-def test_compiled_steps_learn_as_others_do(case, monkeypatch):
+def test_compiled_training_step_matches_eager(case, monkeypatch):
     monkeypatch.setattr(bench_models, "COMPILER_BACKEND", "aot_eager")
     shape, made = case.shape | SMALL | {"tokens": 40}, bench_models.build_model
 
@@ -250,7 +252,7 @@ def test_compiled_steps_learn_as_others_do(case, monkeypatch):
     torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-6)
 
 
-def test_a_missing_compiler_is_one_line(monkeypatch):
+def test_missing_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EvalError, match="no-such-compiler"):
         bench_models.check_compiler()

@@ -34,7 +34,7 @@ KNOWN = {
 }
 
 
-def scripted(name, ours, baseline, **fields):
+def scripted_case(name, ours, baseline, **fields):
     """Return a case whose two sides return the given readings, one per run."""
     readings = {True: iter(ours), False: iter(baseline)}
 
@@ -45,23 +45,23 @@ def scripted(name, ours, baseline, **fields):
 
 
 @pytest.fixture(autouse=True)
-def _others_memory(monkeypatch):
+def _unchanged_malloc_settings(monkeypatch):
     """Leave the malloc settings alone: other tests in this process measure memory."""
     monkeypatch.setattr(kept_memory, "MALLOC_SETTINGS", {})
 
 
 @pytest.fixture
-def three():
+def three_cases():
     return [
-        scripted("quick", [1, 2, 3], [4, 4, 4], targets={"cpu": 0.5}),
-        scripted("slow", [5, 2, 6], [2, 4, 4], targets={"cpu": 1.25}, work=8_000_000_000, dtype="bfloat16"),
-        scripted("even", [9, 11, 12], [10, 10, 10], targets={"cpu": 1.0}, within_noise=True, unit="bytes"),
+        scripted_case("quick", [1, 2, 3], [4, 4, 4], targets={"cpu": 0.5}),
+        scripted_case("slow", [5, 2, 6], [2, 4, 4], targets={"cpu": 1.25}, work=8_000_000_000, dtype="bfloat16"),
+        scripted_case("even", [9, 11, 12], [10, 10, 10], targets={"cpu": 1.0}, within_noise=True, unit="bytes"),
     ]
 
 
-def test_a_report_has_all_that_is_needed_to_judge(three):
+def test_report_and_summary_contain_all_figures(three_cases):
     events = []
-    report = bench(three, 3, "cpu", lambda *event: events.append(event))
+    report = bench(three_cases, 3, "cpu", lambda *event: events.append(event))
     assert report["device"] == "cpu" and report["machine"]["torch"] == version("torch") and "took_seconds" in report
     quick, slow, even = report["cases"].values()
     assert quick == {
@@ -97,15 +97,15 @@ def test_a_report_has_all_that_is_needed_to_judge(three):
     ]
 
 
-def test_without_a_target_nothing_is_met_or_missed(three):
-    report = bench([replace(three[0], targets={"cuda": 0.1})], 3)
+def test_case_without_target_is_neither_met_nor_missed(three_cases):
+    report = bench([replace(three_cases[0], targets={"cuda": 0.1})], 3)
     assert report["cases"]["quick"]["met"] is None
     (row,) = (line for line in bench_lines(report) if "quick" in line)
     assert "met" not in row and "missed" not in row
 
 
 @pytest.mark.parametrize("measured", [TIME, RESULT])
-def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
+def test_both_sides_are_built_on_the_device_before_any_run(measured, monkeypatch):
     monkeypatch.setitem(DTYPES, "meta", torch.bfloat16)
     calls = []
 
@@ -122,7 +122,7 @@ def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
     }
 
 
-def test_memory_takes_few_rounds(monkeypatch):
+def test_memory_cases_are_limited_to_three_rounds(monkeypatch):
     sides = []
     monkeypatch.setattr(bench_run, "peak_bytes", lambda case, ours, device: sides.append(ours) or 2 + ours)
     case = next(case for case in ATTENTION if case.name == "talking-step-memory")
@@ -143,11 +143,11 @@ def test_memory_takes_few_rounds(monkeypatch):
         (-7, "bytes", "-7 B"),
     ],
 )
-def test_amounts(value, unit, words):
+def test_amount_formats_seconds_and_bytes(value, unit, words):
     assert amount(value, unit) == words
 
 
-def test_the_commands(tmp_path, monkeypatch, capfd):
+def test_attention_and_decode_commands(tmp_path, monkeypatch, capfd):
     case = next(case for case in ATTENTION if case.name == "mixture-half-4096")
     small = replace(case, shape=case.shape | {"tokens": 40})
     monkeypatch.setattr(bench_cases, "ATTENTION", [small, replace(small, name="mixture-half-2048")])
@@ -161,7 +161,7 @@ def test_the_commands(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.compile
-def test_the_compiled_command(monkeypatch, capfd):
+def test_compiled_command(monkeypatch, capfd):
     (case,) = (case for case in COMPILED if case.name == "explicit-step")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50, "tokens": 16}
     monkeypatch.setattr(bench_cases, "COMPILED", [replace(case, shape=case.shape | sizes)])
@@ -188,7 +188,7 @@ def test_the_compiled_command(monkeypatch, capfd):
         ("convert --gigabytes 1e9", 2, "--gigabytes"),
     ],
 )
-def test_wrong_uses(command, status, words, tmp_path, monkeypatch, capfd):
+def test_wrong_arguments_are_refused(command, status, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     exit_status, out, err = run(capfd, monkeypatch, f"bench {command}")
@@ -199,7 +199,7 @@ def test_wrong_uses(command, status, words, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd):
+def test_interrupted_benchmark_writes_no_files(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def interrupted(*_, **__):
@@ -212,7 +212,7 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("name", first(KNOWN))
-def test_help_names_every_case_and_no_other_and_needs_no_library(name):
+def test_help_lists_exactly_the_known_cases_without_importing_torch(name):
     code = "import sys; sys.argv = ['crosshead', 'bench', sys.argv[1], '--help']\n"
     code += "from crosshead_command.main import main\ntry:\n    main()\n"
     code += "finally:\n    print(*{'torch', 'crosshead'} & sys.modules.keys(), file=sys.stderr)"
@@ -230,10 +230,10 @@ def test_help_names_every_case_and_no_other_and_needs_no_library(name):
 
 
 @pytest.mark.slow
-def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
+def test_speed_tables_render_a_decode_report(three_cases, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
     tables = importlib.import_module("tables")
-    (tmp_path / "decode.json").write_text(json.dumps(bench(three, 3)))
+    (tmp_path / "decode.json").write_text(json.dumps(bench(three_cases, 3)))
     text = tables.speed_tables(tmp_path)
     assert any("`crosshead bench attention`" in line and "not measured" in line for line in text.splitlines())
     (row,) = (line for line in text.splitlines() if line.startswith("| `slow` |"))
@@ -244,11 +244,11 @@ def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_gpu_took_becomes_tables(three, tmp_path, monkeypatch):
+def test_speed_tables_render_a_gpu_report(three_cases, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
     tables = importlib.import_module("tables")
     assert "not measured" in tables.speed_tables(tmp_path).splitlines()[-2]
-    called = bench(three, 3) | {"device": "cuda", "machine": {"accelerator": "H9", "threads": 2} | VERSIONS}
+    called = bench(three_cases, 3) | {"device": "cuda", "machine": {"accelerator": "H9", "threads": 2} | VERSIONS}
     report = {"called": called, "queued": called | {"device": "cuda, queued"}, "launches": {"forward": 150}}
     (tmp_path / "gpu.json").write_text(json.dumps({"speed": report}))
     text = tables.speed_tables(tmp_path)

@@ -19,7 +19,7 @@ EAGER = next(case for case in TALKING if case.name == "talking-forward-memory")
 
 
 @pytest.mark.parametrize(("measured", "expected"), [(MEMORY, 30), (TOTAL_MEMORY, 1030)])
-def test_what_counts(measured, expected):
+def test_added_bytes_of_memory_and_total_memory_cases(measured, expected):
     """A side holds 1000 bytes once it is made and a run takes 30 more; the smaller warm-up keeps 5."""
     held = {"now": 7, "peak": 7}
 
@@ -36,7 +36,7 @@ def test_what_counts(measured, expected):
 
 
 @pytest.mark.distributed
-def test_eager_attention_takes_what_its_weights_take():
+def test_peak_memory_includes_attention_weights_of_eager_side_only():
     case = replace(EAGER, shape=EAGER.shape | {"tokens": 1024})
     ours, eager = (peak_bytes(case, side, "cpu") for side in (True, False))
     weights = 16 * 1024 * 1024 * 4
@@ -45,13 +45,13 @@ def test_eager_attention_takes_what_its_weights_take():
 
 
 @pytest.mark.distributed
-def test_a_side_that_fails_is_one_clear_line():
+def test_failing_side_raises_eval_error_with_the_case_name():
     case = replace(EAGER, shape=EAGER.shape | {"heads": -1})
     with pytest.raises(EvalError, match=r"talking-forward-memory\b.*\w+Error: .*-1"):
         peak_bytes(case, True, "cpu")
 
 
-def test_an_interrupted_measurement_leaves_no_process(monkeypatch):
+def test_interrupted_measurement_kills_the_child_process(monkeypatch):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -79,6 +79,6 @@ assert peak() >= now()
 """
 
 
-def test_the_system_counts_what_is_held():
-    """The counter sees a new tensor. In a new process: one that freed memory may reuse it, which adds nothing."""
+def test_system_counter_sees_an_allocated_tensor():
+    """In a new process: one that freed memory may reuse it, which adds nothing."""
     subprocess.run([sys.executable, "-P", "-c", COUNTS], check=True)

@@ -35,7 +35,7 @@ CASES = {"stock": {}} | {case: with_twice_the_components(mixers) for case, mixer
 on_every_backbone = pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, CASES, strength=1))
 
 
-def built(backbone, case, **changes):
+def built_model(backbone, case, **changes):
     """Return a toy model whose experts run one by one: the FLOP counter does not know the grouped matmul."""
     sizes, mixers = HEADS | changes, CASES[case]
     model = toys.mixed_model(backbone, mixers, **sizes) if mixers else toys.stock_model(backbone, **sizes)
@@ -44,7 +44,7 @@ def built(backbone, case, **changes):
     return model
 
 
-def counted(run):
+def counted_flops(run):
     """Return the FLOPs of a call by PyTorch's counter, less the rotary angles, which it counts as a matmul."""
     with FlopCounterMode(display=False) as counter:
         run()
@@ -53,8 +53,8 @@ def counted(run):
 
 
 @on_every_backbone
-def test_parameters_are_those_of_the_built_model(backbone, case):
-    model = built(backbone, case, attention_bias=True) if backbone != "Qwen2" else built(backbone, case)
+def test_parameter_counts_match_built_model(backbone, case):
+    model = built_model(backbone, case, attention_bias=True) if backbone != "Qwen2" else built_model(backbone, case)
     cost = model_cost(model.config, LENGTH)
     held = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert cost.parameters == sum(held.values())
@@ -66,15 +66,15 @@ def test_parameters_are_those_of_the_built_model(backbone, case):
 
 
 @on_every_backbone
-def test_flops_are_what_pytorch_counts(backbone, case):
-    model, ids = built(backbone, case), toys.tokens(batch=1, length=LENGTH)
+def test_flops_match_pytorch_counter(backbone, case):
+    model, ids = built_model(backbone, case), toys.tokens(batch=1, length=LENGTH)
     cost = model_cost(model.config, LENGTH)
-    training = counted(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+    training = counted_flops(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
     assert training == cost.training_flops * LENGTH
     with torch.no_grad():
-        prefill = counted(lambda: model(ids, logits_to_keep=1))
+        prefill = counted_flops(lambda: model(ids, logits_to_keep=1))
         past = model(ids[:, :-1], past_key_values=DynamicCache(config=model.config)).past_key_values
-        decode = counted(lambda: model(ids[:, -1:], past_key_values=past))
+        decode = counted_flops(lambda: model(ids[:, -1:], past_key_values=past))
     assert prefill == cost.input_flops
     assert round(prefill / FLOPS / LENGTH) == cost.prefill_multiplications
     assert decode == cost.decode_flops
@@ -82,19 +82,19 @@ def test_flops_are_what_pytorch_counts(backbone, case):
 
 @pytest.mark.parametrize(("backbone", "case"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], CASES, strength=1))
 @torch.no_grad()
-def test_sliding_windows_bound_the_cache_and_the_decoding(backbone, case):
-    model, ids = built(backbone, case, **WINDOW), toys.tokens(batch=1, length=LENGTH)
+def test_sliding_window_limits_kv_bytes_and_decode_flops(backbone, case):
+    model, ids = built_model(backbone, case, **WINDOW), toys.tokens(batch=1, length=LENGTH)
     cost = model_cost(model.config, LENGTH)
     past = model(ids[:, :-1]).past_key_values
-    assert counted(lambda: model(ids[:, -1:], past_key_values=past)) == cost.decode_flops
+    assert counted_flops(lambda: model(ids[:, -1:], past_key_values=past)) == cost.decode_flops
     assert sum(x.numel() * 4 for layer in past.layers for x in (layer.keys, layer.values)) == cost.kv_bytes
     assert cost.kv_bytes < cost.kv_bytes_per_token * LENGTH
 
 
 @on_every_backbone
 @torch.no_grad()
-def test_kv_bytes_are_what_a_cache_holds_and_convert_says(backbone, case):
-    model = built(backbone, case)
+def test_kv_bytes_match_cache_and_conversion(backbone, case):
+    model = built_model(backbone, case)
     past = model(toys.tokens(batch=1, length=LENGTH)).past_key_values
     held = sum(x.numel() * 4 for layer in past.layers for x in (layer.keys, layer.values))
     cost = model_cost(model.config, LENGTH)
@@ -104,7 +104,7 @@ def test_kv_bytes_are_what_a_cache_holds_and_convert_says(backbone, case):
 
 
 @on_every_backbone
-def test_the_stock_side_is_the_stock_model(backbone, case):
+def test_stock_figures_match_stock_model(backbone, case):
     report = cost_report(toys.mixed_config(backbone, CASES[case], **HEADS), LENGTH)
     single = {"num_attention_heads": HEADS["num_attention_heads"] // 2} if case == "paired queries" else {}
     assert report["stock"] == asdict(model_cost(toys.stock_config(backbone, **HEADS | single), LENGTH))
@@ -115,7 +115,7 @@ def test_the_stock_side_is_the_stock_model(backbone, case):
     )
 
 
-def test_groups_divide_the_scalars_and_the_work_of_combining():
+def test_explicit_groups_reduce_parameters_and_multiplications():
     mixers = [{"explicit": {"groups": groups, "norm": False}} for groups in (1, 2)]
     one, two = (model_cost(toys.mixed_config("Llama", each, **HEADS), LENGTH) for each in mixers)
     sides_and_layers, heads, size = 4, 4, toys.SIZES["head_dim"]
@@ -126,12 +126,12 @@ def test_groups_divide_the_scalars_and_the_work_of_combining():
     assert one.kv_bytes_per_token == two.kv_bytes_per_token
 
 
-def test_a_length_without_tokens_is_refused():
+def test_length_zero_is_refused():
     with pytest.raises(ValueError, match="length=0"):
         model_cost(toys.stock_config("Llama"), 0)
 
 
-def test_a_model_too_large_for_any_memory():
+def test_cost_of_235b_model_is_computed_on_the_meta_device():
     """Qwen3-235B-A22B: sizes from its config.json, and the two parameter counts in its name."""
     config = crosshead.CrossheadQwen3MoeConfig(
         vocab_size=151936,
@@ -157,7 +157,7 @@ def test_a_model_too_large_for_any_memory():
 
 
 @pytest.mark.parametrize("backbone", toys.ENCODERS)
-def test_encoders_by_hand(backbone):
+def test_encoder_costs_match_formula(backbone):
     size, inner, heads, vocabulary, layers = 32, 40, 4, 61, 2
     config = toys.mixed_config(backbone, {"talking": {}})
     a_layer = 4 * size**2 + 2 * size * inner + 2 * LENGTH * size + 2 * LENGTH * heads**2
@@ -176,7 +176,7 @@ def test_encoders_by_hand(backbone):
         model_cost(config, 200)
 
 
-def test_more_selected_experts_than_there_are():
+def test_selecting_more_experts_than_exist_is_refused():
     config = toys.mixed_model("Qwen3Moe", {}).config
     config.num_experts_per_tok = config.num_experts + 1
     with pytest.raises(ValueError, match=f"num_experts_per_tok={config.num_experts + 1}"):

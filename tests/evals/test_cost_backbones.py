@@ -27,7 +27,7 @@ T5_CASES = {
 }
 
 
-def counted(run):
+def counted_flops(run):
     """Return the FLOPs of a call by PyTorch's counter."""
     with FlopCounterMode(display=False) as counter:
         run()
@@ -35,7 +35,7 @@ def counted(run):
 
 
 @pytest.mark.parametrize("case", first(T5_CASES, 3))
-def test_t5_is_what_a_model_does(case):
+def test_t5_cost_matches_built_model(case):
     model = toys.mixed_model("T5", T5_CASES[case])
     cost = model_cost(model.config, LENGTH)
     named = dict(model.named_parameters())
@@ -43,17 +43,17 @@ def test_t5_is_what_a_model_does(case):
     assert cost.new_parameters == sum(each.numel() for name, each in named.items() if ".mixers." in name)
     attention = [each.numel() for name, each in named.items() if "Attention." in name]
     assert cost.attention_parameters == sum(attention)
-    training = counted(lambda: model(IDS, labels=IDS, use_cache=False).loss.backward())
+    training = counted_flops(lambda: model(IDS, labels=IDS, use_cache=False).loss.backward())
     assert training // FLOPS // LENGTH == cost.training_multiplications
     with torch.no_grad():
         start = IDS.new_zeros(1, 1)
-        assert counted(lambda: model(IDS, decoder_input_ids=start)) == cost.input_flops
+        assert counted_flops(lambda: model(IDS, decoder_input_ids=start)) == cost.input_flops
         encoded = model.get_encoder()(IDS)
         cache = None
         for _ in range(LENGTH - 1):  # one by one, as generation does
             cache = model(encoder_outputs=encoded, decoder_input_ids=start, past_key_values=cache).past_key_values
         last = {"encoder_outputs": encoded, "decoder_input_ids": start, "past_key_values": cache}
-        assert counted(lambda: model(**last)) == cost.decode_flops
+        assert counted_flops(lambda: model(**last)) == cost.decode_flops
     held = [
         sum(tensor.numel() * 4 for layer in part.layers for tensor in (layer.keys, layer.values)) // LENGTH
         for part in (cache.self_attention_cache, cache.cross_attention_cache)
@@ -62,7 +62,7 @@ def test_t5_is_what_a_model_does(case):
     assert cost.kv_bytes == sum(held) * LENGTH
 
 
-def test_t5_by_hand():
+def test_t5_small_cost_matches_formula():
     """T5-small with talking maps in the encoder and half as many component heads in cross-attention."""
     width, heads, size, inner, layers, vocabulary, length = 512, 8, 64, 2048, 6, 32128, 40
     mixers = {"encoder": {"talking": {}}, "cross": {"explicit": {"key_heads": 4, "value_heads": 4, "norm": False}}}
@@ -87,7 +87,7 @@ def test_t5_by_hand():
     assert (cost["kv_bytes_per_token"], cost["cross_kv_bytes_per_token"]) == (per_token, per_token // 2)
 
 
-def test_t5_of_one_token_and_the_encoder_alone():
+def test_t5_cost_of_one_token_and_of_encoder_only_model():
     config = toys.mixed_config("T5", {"gating": {}})
     one = model_cost(config, 1)
     assert one.kv_bytes == one.kv_bytes_per_token + one.cross_kv_bytes_per_token > 0
@@ -95,11 +95,11 @@ def test_t5_of_one_token_and_the_encoder_alone():
     alone = model_cost(config, LENGTH)
     model = CrossheadT5EncoderModel(config)
     assert alone.parameters == model.num_parameters() and alone.kv_bytes == alone.decode_flops == 0
-    assert counted(lambda: model(IDS)) == alone.input_flops
+    assert counted_flops(lambda: model(IDS)) == alone.input_flops
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_the_stock_t5_of_pairs_of_heads(half):
+def test_stock_t5_head_count_for_differential(half):
     config = toys.mixed_config("T5", {"differential": {"half_values": half}})
     stock = toys.stock_config("T5", num_heads=2 if half else 4)
     expected = model_cost(CrossheadT5Config(**stock.to_dict(), mixers={}), LENGTH)
@@ -107,7 +107,7 @@ def test_the_stock_t5_of_pairs_of_heads(half):
 
 
 @pytest.mark.parametrize("size", first(PUBLISHED_SIZES))
-def test_transnext_by_hand(size):
+def test_transnext_cost_matches_formula_and_paper(size):
     fields = PUBLISHED_SIZES[size] | STAGES
     config = CrossheadTransNextConfig(**fields, num_labels=1000, mixers={})
     assert usual_length(config, 1) == 56 * 56
@@ -121,7 +121,7 @@ def test_transnext_by_hand(size):
 
 
 @pytest.mark.parametrize("case", first(transnext_toys.CASES, 3))
-def test_transnext_is_what_a_model_does(case):
+def test_transnext_cost_matches_built_model(case):
     """FLOPs by PyTorch's counter plus the products inside windows, which it does not see."""
     model = transnext_toys.model_of(transnext_toys.CASES[case])
     side = model.config.image_size
@@ -132,7 +132,7 @@ def test_transnext_is_what_a_model_does(case):
         2 * 9 * width**2 * size * depth
         for width, size, depth in zip(widths[:3], sizes["hidden_sizes"], sizes["depths"], strict=False)
     )
-    assert counted(lambda: model(torch.zeros(1, 3, side, side))) + FLOPS * windows == cost.input_flops
+    assert counted_flops(lambda: model(torch.zeros(1, 3, side, side))) + FLOPS * windows == cost.input_flops
     named = dict(model.named_parameters())
     assert cost.parameters == sum(each.numel() for each in named.values())
     assert cost.attention_parameters == sum(each.numel() for name, each in named.items() if ".attn." in name)
@@ -142,7 +142,7 @@ def test_transnext_is_what_a_model_does(case):
 
 
 @pytest.mark.parametrize("name", first(PUBLISHED_MIXTURES))
-def test_moh_vit_table_1(name):
+def test_moh_vit_parameters_match_table_1(name):
     """Parameters of table 1: 50 million (small) and 90 million (base)."""
     size, *counts = PUBLISHED_MIXTURES[name]
     fields = PUBLISHED_SIZES[size] | STAGES
@@ -157,7 +157,7 @@ def test_moh_vit_table_1(name):
     ("backbone", "case"), grid(toys.SHARED_ROTARY, {"plain": {}, **toys.SHARED_ROTARY_CASES}, strength=1)
 )
 @torch.no_grad()
-def test_latent_and_tied_states_are_what_a_model_does(backbone, case):
+def test_mla_and_gta_costs_match_built_model(backbone, case):
     mixers = {} if case == "plain" else toys.SHARED_ROTARY_CASES[case]
     model = toys.mixed_model(backbone, mixers, num_hidden_layers=2)
     if backbone in toys.LATENT:
@@ -174,10 +174,10 @@ def test_latent_and_tied_states_are_what_a_model_does(backbone, case):
     assert held == cost.kv_bytes_per_token * (LENGTH - 1)
     outside = [layer.mlp for layer in model.model.layers]
     assert sum(attention.values()) > 0 and len(outside) == len(attention) == 2
-    assert cost.decode_flops - sum(attention.values()) == counted_without_attention(model)
+    assert cost.decode_flops - sum(attention.values()) == flops_without_attention(model)
 
 
-def test_latent_models_without_a_number_of_experts():
+def test_missing_num_experts_per_tok_is_refused_unless_dense():
     dense = toys.mixed_config("DeepseekV2", {}, num_experts_per_tok=None, first_k_dense_replace=2)
     cost = model_cost(dense, LENGTH)
     assert cost.active_parameters == cost.parameters
@@ -185,7 +185,7 @@ def test_latent_models_without_a_number_of_experts():
         model_cost(toys.mixed_config("DeepseekV2", {}, num_experts_per_tok=None), LENGTH)
 
 
-def counted_without_attention(model):
+def flops_without_attention(model):
     """FLOPs of one token outside attention: each matrix weight once, of experts only the selected ones."""
     config, total = model.config, model.lm_head.weight.numel()
     for layer in model.model.layers:
@@ -197,7 +197,7 @@ def counted_without_attention(model):
 
 
 @pytest.mark.parametrize("ending", ["ForSequenceClassification", "Model"])
-def test_decoders_without_a_language_model_head(ending):
+def test_cost_of_decoder_without_language_model_head(ending):
     made = getattr(crosshead, f"CrossheadQwen3{ending}")
     config = toys.mixed_config("Qwen3", {"talking": {}}, num_labels=3, tie_word_embeddings=False)
     config.architectures = [made.__name__]

@@ -25,14 +25,14 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
 @pytest.fixture
-def report(line):
+def report(run_cli):
     def ask(command):
-        status, out, err = line(f"cost {command} --json")
+        status, out, err = run_cli(f"cost {command} --json")
         assert (status, err) == (0, "")
         return json.loads(out)
 
@@ -54,23 +54,23 @@ def expected(name, mixers, length=4096, **changes):
         "differential:half_values=true",
     ],
 )
-def test_it_foretells_what_convert_makes(workdir, line, report, mixer):
-    assert line(f"convert source made --mixer {mixer} --no-verify")[0] == 0
+def test_cost_with_mixer_equals_cost_of_converted_model(workdir, run_cli, report, mixer):
+    assert run_cli(f"convert source made --mixer {mixer} --no-verify")[0] == 0
     before, after = report(f"source --mixer {mixer} --length 7"), report("made --length 7")
     assert before | {"model": "made"} == after
     assert before["mixers"] == json.loads((workdir / "made" / "config.json").read_text())["mixers"]
 
 
 @pytest.mark.slow
-def test_kv_bytes_are_those_that_convert_reports(workdir, line, report):
-    status, out, _ = line("convert source made --mixer explicit:key_heads=1,method=svd --dtype bfloat16 --json")
+def test_kv_bytes_match_conversion_report(workdir, run_cli, report):
+    status, out, _ = run_cli("convert source made --mixer explicit:key_heads=1,method=svd --dtype bfloat16 --json")
     assert status == 0
     measured, figures = json.loads(out)["verification"], report("made")
     assert figures["cost"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_after"]
     assert 2 * figures["stock"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_before"]  # float32 source
 
 
-def test_the_config_alone_is_enough(workdir, report):
+def test_config_without_weights_is_enough(workdir, report):
     (workdir / "source" / "model.safetensors").unlink()
     for name in ("source", "source/config.json"):
         assert report(f"{name} --mixer knocking") == expected(name, {"knocking": {}})
@@ -79,22 +79,22 @@ def test_the_config_alone_is_enough(workdir, report):
     assert report("source") == expected("source", {}, dtype="bfloat16")
 
 
-def test_mechanisms_asked_for_replace_those_of_the_model(workdir, report):
+def test_mixer_option_replaces_mechanisms_of_the_model(workdir, report):
     toys.mixed_config("Qwen3", {"talking": {}}).save_pretrained("mixed")
     assert report("mixed") == expected("mixed", {"talking": {}})
     assert report("mixed --mixer knocking") == expected("mixed", {"knocking": {}})
 
 
-def test_the_head_of_a_t5_that_stores_one_is_counted(workdir, line, report):
+def test_untied_t5_head_is_counted(workdir, run_cli, report):
     t5_toys.write_t5(workdir / "untied", is_untied=True, tie_word_embeddings=False)
     stored = sum(each.numel() for each in load_file(workdir / "untied" / "model.safetensors").values())
     assert report("untied --length 7")["cost"]["parameters"] == stored
-    assert line("convert untied mixed --mixer knocking --no-verify")[0] == 0
+    assert run_cli("convert untied mixed --mixer knocking --no-verify")[0] == 0
     stored = sum(each.numel() for each in load_file(workdir / "mixed" / "model.safetensors").values())
     assert report("mixed --length 7")["cost"]["parameters"] == stored
 
 
-def test_a_gguf_file(workdir, report):
+def test_cost_of_gguf_file(workdir, report):
     model = gguf_toys.model("Qwen3")
     gguf_toys.write_model(workdir / "toy.gguf", model, "Qwen3")
     figures = report("toy.gguf")
@@ -102,21 +102,21 @@ def test_a_gguf_file(workdir, report):
     assert figures["cost"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_model_on_the_hub(workdir, line, report, monkeypatch):
+def test_cost_of_hub_model_downloads_no_weights(workdir, run_cli, report, monkeypatch):
     config = (workdir / "source" / "config.json").read_bytes()
     repositories = {"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}
     with hub_with(monkeypatch, repositories, workdir / "cache") as hub:
         assert report(f"org/toy --revision {COMMIT}") == expected("org/toy", {})
         assert report(f"org/toy@{COMMIT}") == expected(f"org/toy@{COMMIT}", {})
         assert "safetensors" not in " ".join(hub.requests)
-        status, out, err = line("cost org/tyo")
+        status, out, err = run_cli("cost org/tyo")
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("crosshead: error: ") and "'org/tyo'" in err
 
 
-def test_the_table_holds_the_figures_of_the_report(workdir, line, report):
+def test_table_matches_json_report(workdir, run_cli, report):
     figures = report("source --mixer explicit:key_heads=1 --length 1024")
-    status, out, err = line("cost source --mixer explicit:key_heads=1 --length 1024")
+    status, out, err = run_cli("cost source --mixer explicit:key_heads=1 --length 1024")
     assert (status, err) == (0, "")
     rows = [row.split() for row in out.splitlines()]
     assert {"1,024", "float32"} <= set(rows[0])
@@ -125,7 +125,7 @@ def test_the_table_holds_the_figures_of_the_report(workdir, line, report):
         change = figures["overhead"].get(name)
         cells = [f"{count:,}", f"{figures['stock'][name]:,}", *([] if change is None else [f"{change:+.2%}"])]
         assert row[-len(cells) :] == cells
-    stock = line("cost source --length 1024")[1].splitlines()
+    stock = run_cli("cost source --length 1024")[1].splitlines()
     assert [row.split()[-1] for row in stock[1:]] == [f"{figures['stock'][name]:,}" for name in counted]
 
 
@@ -143,8 +143,8 @@ def test_the_table_holds_the_figures_of_the_report(workdir, line, report):
         ("source/tokenizer.json", "model_type=None"),
     ],
 )
-def test_what_cannot_be_counted_is_one_line(workdir, line, arguments, words):
-    status, out, err = line(f"cost {arguments}")
+def test_refused_arguments_give_one_line_error(workdir, run_cli, arguments, words):
+    status, out, err = run_cli(f"cost {arguments}")
     assert (status, out) == (1, "")
     assert err.startswith("crosshead: error: ")
     assert err.count("\n") == 1
@@ -152,7 +152,7 @@ def test_what_cannot_be_counted_is_one_line(workdir, line, arguments, words):
 
 
 @pytest.mark.parametrize("backbone", ["T5", "Gta"])
-def test_models_that_are_not_converted(workdir, report, backbone):
+def test_cost_of_t5_and_gta_configs(workdir, report, backbone):
     mixers = {"encoder": {"talking": {}}} if backbone == "T5" else {"talking": {}}
     config = toys.mixed_config(backbone, mixers)
     config.save_pretrained("made")
@@ -164,7 +164,7 @@ def test_models_that_are_not_converted(workdir, report, backbone):
     assert report("made")["length"] == (4096 if backbone == "Gta" else 512)
 
 
-def test_a_stock_t5_and_a_transnext(workdir, line, report):
+def test_cost_of_stock_t5_and_transnext(workdir, run_cli, report):
     toys.stock_config("T5").save_pretrained("t5")
     figures = report("t5 --length 7")
     assert figures["cost"] == figures["stock"] == cost_report(toys.mixed_config("T5", {}), 7)["cost"]
@@ -175,5 +175,5 @@ def test_a_stock_t5_and_a_transnext(workdir, line, report):
     config.save_pretrained("transnext")
     assert report("transnext") == {"model": "transnext"} | cost_report(config, 256)
     edit_json(workdir / "transnext", "config.json", window_size=2)
-    status, out, err = line("cost transnext")
+    status, out, err = run_cli("cost transnext")
     assert (status, out, err.count("\n")) == (1, "", 1) and "window_size=2" in err

@@ -27,7 +27,7 @@ PAPERS = {
 multiplications as printed in DiT's own table."""
 
 
-def counted(model):
+def counted_flops(model):
     """Return the FLOPs of a call with one latent, by PyTorch's counter."""
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -36,12 +36,12 @@ def counted(model):
 
 
 @pytest.mark.parametrize("mixers", [{}, MIXTURE, {"knocking": {}, "gating": {}}], ids=str)
-def test_a_cost_is_what_a_model_does(mixers):
+def test_dit_cost_matches_built_model(mixers):
     config = DiTConfig.read(SIZES, mixers)
     model = our_dit(mixers) if mixers else stock_dit()
     assert usual_length(config, 1) == TOKENS
     cost = model_cost(config, TOKENS)
-    assert cost.input_flops == counted(model) and cost.prefill_flops == 2 * (cost.input_flops // 2 // TOKENS)
+    assert cost.input_flops == counted_flops(model) and cost.prefill_flops == 2 * (cost.input_flops // 2 // TOKENS)
     named = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert cost.parameters == sum(named.values())
     assert cost.attention_parameters == sum(size for name, size in named.items() if ".attn1." in name)
@@ -54,7 +54,7 @@ def test_a_cost_is_what_a_model_does(mixers):
 
 
 @pytest.mark.parametrize("name", first([*reversed(PAPERS)]))
-def test_the_tables_of_dit_and_moh(name):
+def test_dit_costs_match_tables_of_dit_and_moh_papers(name):
     blocks, width, heads, millions, routed, printed = PAPERS[name]
     sizes = {"num_attention_heads": heads, "attention_head_dim": width // heads, "num_layers": blocks}
     content = {"_class_name": "DiTTransformer2DModel", "out_channels": 8, **sizes}
@@ -78,22 +78,22 @@ def test_the_tables_of_dit_and_moh(name):
 
 
 @pytest.fixture
-def line(tmp_path, capfd, monkeypatch):
+def run_cli(tmp_path, capfd, monkeypatch):
     our_dit(MIXTURE).save_pretrained(tmp_path / "ours")
     stock_dit().save_pretrained(tmp_path / "stock")
     monkeypatch.chdir(tmp_path)
     return lambda command: run(capfd, monkeypatch, command)
 
 
-def test_the_command_reads_folders_of_diffusers(line):
-    status, out, err = line("cost ours --json")
+def test_cost_command_reads_diffusers_folders(run_cli):
+    status, out, err = run_cli("cost ours --json")
     assert (status, err) == (0, "")
     expected = cost_report(DiTConfig.read(SIZES, MIXTURE), TOKENS)
     assert json.loads(out) == {"model": "ours"} | expected and expected["model_type"] == "dit"
     mixer = "mixture:active_heads=75%,shared_heads=2,method=paper,router=two_stage,gate=weighted"
-    status, mixed, _ = line(f"cost stock/config.json --mixer {mixer} --json")
+    status, mixed, _ = run_cli(f"cost stock/config.json --mixer {mixer} --json")
     assert json.loads(mixed)["cost"] == expected["cost"]
-    status, plain, _ = line("cost stock")
+    status, plain, _ = run_cli("cost stock")
     assert (status, "stock" in plain, "copies of one embedding" in plain) == (0, False, True)
     assert str(expected["stock"]["copied_parameters"]) in plain.replace(",", "")
 
@@ -108,10 +108,10 @@ def test_the_command_reads_folders_of_diffusers(line):
         ("broken.json", "broken.json"),
     ],
 )
-def test_what_cannot_be_counted_is_one_line(line, tmp_path, arguments, words):
+def test_refused_arguments_give_one_line_error(run_cli, tmp_path, arguments, words):
     (tmp_path / "other.json").write_text('{"_class_name": "UNet2DModel"}')
     content = {"_class_name": "DiTTransformer2DModel", "num_layers": "two"}
     (tmp_path / "broken.json").write_text(json.dumps(content))
-    status, out, err = line(f"cost {arguments}")
+    status, out, err = run_cli(f"cost {arguments}")
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("crosshead: error: ") and words in err

@@ -89,7 +89,7 @@ def billions(count):
 
 
 @pytest.mark.parametrize(("table", "sizes", "maps", "parameters", "printed"), ROWS)
-def test_talking_heads(table, sizes, maps, parameters, printed):
+def test_talking_heads_layer_costs_match_tables(table, sizes, maps, parameters, printed):
     held, counted = talking_layer(sizes, maps)
     assert held == parameters
     assert billions(counted) == printed
@@ -98,7 +98,7 @@ def test_talking_heads(table, sizes, maps, parameters, printed):
 @pytest.mark.parametrize(
     ("heads", "size", "parameters", "printed"), [(12, 64, 2801952, "1.913"), (24, 32, 4129920, "2.819")]
 )
-def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, parameters, printed):
+def test_talking_heads_table_8_omits_applying_dynamic_maps(heads, size, parameters, printed):
     """Expected disagreement: the paper's figure counts the computation of the dynamic maps, not their application.
 
     Its pseudo-code (appendix A) applies four of them, each for `n m h h` multiplications. Crosshead adds the query
@@ -113,7 +113,7 @@ def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, pa
 
 
 @pytest.mark.parametrize("term", TalkingRules.options["dynamic"].allowed)
-def test_talking_heads_table_9(term):
+def test_talking_heads_table_9_single_dynamic_map(term):
     """One dynamic map. Expected disagreement: the paper leaves out the application of key maps, as in table 8."""
     held, counted = talking_layer((12, 12, 12, 64, 64), BOTH, [term])
     applied = LENGTH * LENGTH * 12 * 12 if term.startswith("key") else 0
@@ -152,22 +152,22 @@ def t5_layers(heads, size, mixers):
 
 
 @pytest.mark.parametrize(("heads", "size", "mixers", "parameters", "printed"), T5_LAYERS, ids=str)
-def test_layers_of_a_t5(heads, size, mixers, parameters, printed):
-    """Tables 1 and 3, computed with the T5 backbone."""
+def test_t5_layers_match_talking_heads_tables_1_and_3(heads, size, mixers, parameters, printed):
+    """Rows with the same number of heads everywhere, computed with the T5 backbone."""
     for held, counted in t5_layers(heads, size, mixers).values():
         assert (held, billions(counted)) == (parameters, printed)
 
 
 @pytest.mark.parametrize(("part", "dynamic"), [*zip(PARTS, [False] * 3, strict=True), ("encoder", True)])
-def test_talking_heads_in_one_part_of_a_t5(part, dynamic):
-    """Tables 4 and 10, where one part has talking heads and the other two multi-head attention."""
+def test_talking_heads_in_one_t5_part_match_tables_4_and_10(part, dynamic):
+    """The other two parts have multi-head attention."""
     terms = TalkingRules.options["dynamic"].allowed if dynamic else []
     layers = t5_layers(24, 32, {part: {"talking": {"dynamic": terms}}})
     assert layers.pop(part)[0] == (4129920 if dynamic else 2360448)  # as in tables 8 and 1
     assert {(held, billions(counted)) for held, counted in layers.values()} == {(2359296, "1.611")}
 
 
-def test_the_bilinear_form_in_table_1():
+def test_bilinear_form_of_talking_heads_table_1():
     """Expected disagreement: the paper counts the products with queries and weights for one head, crosshead for 12."""
     held, counted = t5_layers(12, 64, {"bilinear": {}})["encoder"]
     assert held == 14155776
@@ -183,7 +183,7 @@ def knocking_config(layers, mixers):
 
 
 @pytest.mark.parametrize("mixers", [{"form": "linear", "on": ["query", "key", "value"]}, {"form": "mlp"}], ids=str)
-def test_knocking_heads_section_3_4(mixers):
+def test_knocking_heads_training_overhead_of_section_3_4(mixers):
     def layer(mixers, length=2048):
         one, two = (model_cost(knocking_config(layers, mixers), length).training_flops for layers in (1, 2))
         return two - one
@@ -197,7 +197,7 @@ def test_knocking_heads_section_3_4(mixers):
 ONE_LAYER = {"hidden_size": 1536, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
 
 
-def held_in_a_cache(model_class, config):
+def cached_numbers_per_token(model_class, config):
     """Run a model and return the numbers per token in its cache."""
     with torch.no_grad():
         cache = model_class(config)(torch.tensor([[3, 5, 7]]), use_cache=True).past_key_values
@@ -213,14 +213,14 @@ def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
     for mixers in ({}, {"knocking": {}}):
         config = CrossheadLlamaConfig(**heads, **ONE_LAYER, mixers=mixers)
         assert model_cost(config, 1).kv_bytes_per_token == 4 * cache
-        assert held_in_a_cache(CrossheadLlamaModel, config) == cache
+        assert cached_numbers_per_token(CrossheadLlamaModel, config) == cache
 
 
 LAYERS = 18
 """Number of layers of model A0.8B-6.6B (table 5)."""
 
 
-def attention_of(key_value_heads, query_heads, **changes):
+def attention_millions(key_value_heads, query_heads, **changes):
     """Return the attention parameters of all layers, in millions."""
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
     config = changes.pop("config", CrossheadLlamaConfig)(**ONE_LAYER, **(heads | changes), mixers={})
@@ -241,7 +241,7 @@ def test_knocking_heads_table_3_parameters(config, key_value_heads, query_heads,
 
     The paper does not print the sizes of the experts and the vocabulary, which all rows share.
     """
-    apart = attention_of(key_value_heads, query_heads, config=config) - attention_of(4, 32)
+    apart = attention_millions(key_value_heads, query_heads, config=config) - attention_millions(4, 32)
     assert round(880 + apart) == activated
 
 
@@ -249,13 +249,14 @@ def test_knocking_heads_table_3_parameters_of_mla():
     """Expected disagreement: the paper prints 970 million, which 8 heads do not reach at any usual size."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     sizes |= {"head_dim": 64, "intermediate_size": 64, "q_lora_rank": None, "config": CrossheadDeepseekV3Config}
-    assert round(880 + attention_of(8, 8, **sizes) - attention_of(4, 32)) == 731
-    assert round(880 + attention_of(32, 32, **sizes) - attention_of(4, 32)) == 1000  # nor with all 32 query heads
+    assert round(880 + attention_millions(8, 8, **sizes) - attention_millions(4, 32)) == 731
+    # Nor does it with all 32 query heads.
+    assert round(880 + attention_millions(32, 32, **sizes) - attention_millions(4, 32)) == 1000
 
 
 @pytest.mark.parametrize("form", (None, "linear", "mlp"))
 @pytest.mark.parametrize("variant", ("MLA", "GTA"))
-def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
+def test_knocking_heads_table_3_cache_of_mla_and_gta(variant, form):
     """Both cache 512 + 64 numbers: MLA's latent vector and rotary part; GTA's 4 tied states of 128 and half a head."""
     mixers = {} if form is None else {"knocking": {"form": form}}
     if variant == "MLA":
@@ -266,7 +267,7 @@ def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
         heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
         config, model = CrossheadGtaConfig(**ONE_LAYER, **heads, mixers=mixers), CrossheadGtaModel
     assert model_cost(config, 8).kv_bytes_per_token == 4 * (512 + 64)
-    assert held_in_a_cache(model, config) == 512 + 64
+    assert cached_numbers_per_token(model, config) == 512 + 64
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
     ],
     ids=["LLM-S", "MoH-LLM-S", "LLM-B", "MoH-LLM-B"],
 )
-def test_mixture_of_head_table_c(printed, layers, hidden, intermediate, heads, size, routed):
+def test_mixture_of_head_table_c_parameters(printed, layers, hidden, intermediate, heads, size, routed):
     """Millions of parameters, with LLaMA2's vocabulary extended to 65,536 tokens and an untied head."""
     config = CrossheadLlamaConfig(
         vocab_size=65536,

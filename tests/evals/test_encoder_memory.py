@@ -39,7 +39,7 @@ print(json.dumps(peaks[1:]))
 """
 
 
-def growth(implementation, padded, *lengths):
+def peak_growth(implementation, padded, *lengths):
     """Return the ratio of peak memory between each two successive lengths, measured in a new process."""
     command = [sys.executable, "-P", "-c", PEAKS, implementation, padded, *map(str, lengths)]
     environment = os.environ | MALLOC_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
@@ -50,10 +50,10 @@ def growth(implementation, padded, *lengths):
 
 
 @pytest.mark.parametrize("padded", ["whole", "padded"])
-def test_memory_grows_with_the_length(padded):
+def test_talking_memory_grows_linearly_with_length(padded):
     """A batch of two texts, whole or with one padded to twice its length."""
-    assert all(1.5 < factor < 2.3 for factor in growth("sdpa", padded, 1024, 2048, 4096))
+    assert all(1.5 < factor < 2.3 for factor in peak_growth("sdpa", padded, 1024, 2048, 4096))
 
 
-def test_eager_attention_grows_with_the_square():
-    assert all(factor > 3.3 for factor in growth("eager", "padded", 512, 1024))
+def test_eager_memory_grows_quadratically_with_length():
+    assert all(factor > 3.3 for factor in peak_growth("eager", "padded", 512, 1024))

@@ -83,7 +83,7 @@ def compared(models, tmp_path_factory):
         return evaluate(names, "offline", limit=LIMIT, compared=True)
 
 
-def test_the_table_holds_the_numbers_of_the_report(compared):
+def test_table_matches_report(compared):
     assert [Path(model["model"]).name for model in compared["models"]] == ["trained", "zeroed", "ours", "trained"]
     assert [model["model_type"] for model in compared["models"]] == ["llama", "llama", "crosshead_qwen3", "llama"]
     row = scores(compared)["crosshead_grammar", "acc"]
@@ -96,7 +96,7 @@ def test_the_table_holds_the_numbers_of_the_report(compared):
         assert f"{abs(number):.4f}" in table
 
 
-def test_a_model_does_not_differ_from_itself(compared):
+def test_comparison_of_a_model_with_itself_is_equal(compared):
     rows = changes(compared, 2)
     for row in rows.values():
         assert (row["change"], row["items_that_differ"], row["verdict"]) == (0, 0, "equal")
@@ -104,14 +104,14 @@ def test_a_model_does_not_differ_from_itself(compared):
     assert "equal" in "\n".join(eval_lines(compared))
 
 
-def test_a_missing_layer_shows(compared):
+def test_zeroed_layer_gives_verdict_worse(compared):
     row = changes(compared)["crosshead_prose", "word_perplexity"]
     assert row["verdict"] == "worse"
     assert row["interval"][0] > 0.02
     assert row["items_that_differ"] == row["items"] == LIMIT
 
 
-def test_a_random_model_is_at_chance_and_one_that_learnt_letters_is_not_lost(compared):
+def test_random_model_is_at_chance_and_trained_model_beats_it(compared):
     trained, random = scores(compared), scores(compared, 2)
     row = random["crosshead_grammar", "acc"]
     assert abs(row["score"] - 0.5) < 3 * row["standard_error"]
@@ -121,7 +121,7 @@ def test_a_random_model_is_at_chance_and_one_that_learnt_letters_is_not_lost(com
 
 
 @pytest.mark.slow
-def test_plain_lm_eval_says_the_same_without_crosshead(workdir, evaluated):
+def test_plain_lm_eval_gives_the_same_scores(workdir, evaluated):
     """On a folder with remote code, at the same batch size, since sums round differently at another one."""
     report, _ = evaluated("ours --suite offline --batch-size 1")
     task_options = ["--tasks", "crosshead_grammar,crosshead_prose", "--include_path", str(TASKS), "--batch_size", "1"]
@@ -139,14 +139,14 @@ def test_plain_lm_eval_says_the_same_without_crosshead(workdir, evaluated):
     )
 
 
-def test_batches_change_nothing_but_rounding(evaluated):
+def test_scores_do_not_depend_on_batch_size(evaluated):
     one, _ = evaluated("trained --suite offline --limit 12 --batch-size 1")
     many, _ = evaluated("trained --suite offline --limit 12 --batch-size auto")
     for key, row in scores(one).items():
         assert scores(many)[key]["score"] == pytest.approx(row["score"], rel=1e-4)
 
 
-def test_tasks_of_a_users_own(workdir, evaluated):
+def test_user_defined_tasks(workdir, evaluated):
     write_task(workdir / "mine", "my_choice", CHOICE, num_fewshot=2, fewshot_split="test")
     write_task(workdir / "mine", "my_prose", ROLLING)
     write_task(workdir / "mine", "my_word", WORD)
@@ -167,7 +167,7 @@ def test_tasks_of_a_users_own(workdir, evaluated):
     assert again == report
 
 
-def test_what_is_no_mean_over_items_is_not_compared(workdir, evaluated):
+def test_metrics_that_are_not_means_are_not_compared(workdir, evaluated):
     metrics = [
         {"metric": name, "aggregation": how, "higher_is_better": True}
         for name, how in (("acc", "mean"), ("acc_norm", "median"))
@@ -179,7 +179,7 @@ def test_what_is_no_mean_over_items_is_not_compared(workdir, evaluated):
     assert "yes_or_no" in line and "acc_norm" in line
 
 
-def test_what_does_not_fit_is_counted(workdir, evaluated):
+def test_items_beyond_the_context_are_counted_as_cut(workdir, evaluated):
     items = [{"text": "a b c " * 40 * count, "choices": ["x", "y"], "label": 0} for count in (1, 1, 4)]
     write_task(workdir / "mine", "long", CHOICE, items)
     report, out = evaluated("trained --tasks long --include-path mine")
@@ -189,20 +189,20 @@ def test_what_does_not_fit_is_counted(workdir, evaluated):
     assert out.splitlines()[:-1] == list(eval_lines(report)) and "eval.json" in out.splitlines()[-1]
 
 
-def test_a_model_that_knows_nothing_is_shown_as_so_many_times_worse():
+def test_large_perplexity_change_is_shown_as_a_factor():
     row = {"change": 41.0, "interval": [9.0, 50.0], "scale": "part of the first"}
     assert eval_report._change(row) == "x42  [+900.00%, x51]"
 
 
-def test_json_goes_to_stdout_alone(workdir, capfd, monkeypatch):
+def test_json_option_prints_only_the_report(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, "eval trained --suite offline --limit 2 --json --out other.json")
     assert (status, err) == (0, "")
     assert json.loads(out) == json.loads((workdir / "other.json").read_text())
 
 
 @pytest.mark.slow
-def test_groups(workdir, evaluated):
-    """Scores and differences of a group are weighted by size or not, as the group's config says."""
+def test_group_scores_follow_weight_by_size(workdir, evaluated):
+    """The differences between two models are weighted like the scores."""
     write_task(workdir / "mine", "six", CHOICE)
     write_task(workdir / "mine", "two", CHOICE, ITEMS[1:3])
     for name, by_size in (("by_size", True), ("by_task", False), ("apart", None)):

@@ -24,7 +24,7 @@ def coverage(draw, true, binary=False):
 
 
 @pytest.mark.parametrize("count", [10, 45, 300])
-def test_coverage_of_a_mean(count):
+def test_interval_coverage_for_mean(count):
     def draw(generator):
         return 0.3 + torch.randn(count, generator=generator, dtype=torch.float64), torch.ones(count)
 
@@ -32,7 +32,7 @@ def test_coverage_of_a_mean(count):
 
 
 @pytest.mark.parametrize("count", [45, 300])
-def test_coverage_of_a_change_of_perplexity(count):
+def test_interval_coverage_for_perplexity_change(count):
     """Documents differ in length, and longer ones change more in total."""
 
     def draw(generator):
@@ -47,7 +47,7 @@ def test_coverage_of_a_change_of_perplexity(count):
     ("count", "rates"),
     grid([60, 240, 1000], [(0.3, 0.2), (0.1, 0.1), (0.05, 0.01), (0.02, 0.02), (0.003, 0.0)], strength=1),
 )
-def test_coverage_of_a_change_of_accuracy(count, rates):
+def test_interval_coverage_for_accuracy_change(count, rates):
     """Coverage is never clearly below 95 %, but may be above it where hardly any item differs."""
     lost, won = rates
 
@@ -61,7 +61,7 @@ def test_coverage_of_a_change_of_accuracy(count, rates):
         assert held < 0.95 + TOLERANCE + 0.005
 
 
-def test_without_the_two_added_items_rare_differences_would_be_missed():
+def test_two_added_items_restore_coverage_for_rare_differences():
     def draw(generator):
         return -(torch.rand(240, generator=generator) < 0.003).double(), torch.ones(240)
 
@@ -69,7 +69,7 @@ def test_without_the_two_added_items_rare_differences_would_be_missed():
     assert coverage(draw, -0.003, binary=True) > 0.95
 
 
-def test_pairing_is_what_makes_a_difference_sure():
+def test_paired_interval_is_narrower_than_standard_error():
     hard = torch.randn(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise = torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     first = Items(hard.tolist(), [1.0] * 200, False)
@@ -80,14 +80,14 @@ def test_pairing_is_what_makes_a_difference_sure():
 
 
 @pytest.mark.parametrize("exponential", [True, False])
-def test_a_model_does_not_differ_from_itself(exponential):
+def test_difference_of_equal_items_is_zero(exponential):
     items = Items([3.0, 5.0, 2.0, 9.0], [1.0, 2.0, 1.0, 3.0], exponential)
     change = difference(items, items, True)
     assert (change["change"], change["interval"], change["items_that_differ"]) == (0, [0, 0], 0)
     assert change["verdict"] == "equal"
 
 
-def test_right_and_wrong_answers():
+def test_difference_of_binary_answers():
     first, second = (
         Items([1.0, 1.0, 1.0, 0.0] * 50, [1.0] * 200, False),
         Items([1.0, 1.0, 0.0, 0.0] * 50, [1.0] * 200, False),
@@ -104,7 +104,7 @@ def test_right_and_wrong_answers():
     assert same["interval"][0] == -same["interval"][1] < 0
 
 
-def test_perplexities_differ_by_a_part_of_the_first():
+def test_perplexity_change_is_relative_to_the_first_model():
     first = Items([10.0, 20.0, 30.5], [5.0, 10.0, 15.0], True)
     second = Items([11.0, 22.0, 33.0], [5.0, 10.0, 15.0], True)
     change = difference(first, second, False)
@@ -114,7 +114,7 @@ def test_perplexities_differ_by_a_part_of_the_first():
     assert change["scale"] == "part of the first"
 
 
-def test_errors_are_the_usual_ones_where_weights_are_one():
+def test_ratio_error_with_unit_weights_is_standard_error():
     values = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     error = ratio_error(values.tolist(), [1.0] * 37)
     assert error == pytest.approx(float(values.std() / math.sqrt(37)))
@@ -125,5 +125,5 @@ def test_errors_are_the_usual_ones_where_weights_are_one():
 @pytest.mark.parametrize(
     ("count", "expected"), [(8, 2.3646), (10, 2.2622), (30, 2.0452), (240, 1.9699), (10**6, 1.96)]
 )
-def test_quantiles_are_those_of_the_tables(count, expected):
+def test_t_quantiles_match_tables(count, expected):
     assert t_quantile(count) == pytest.approx(expected, abs=2e-3)

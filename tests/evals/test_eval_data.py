@@ -31,26 +31,26 @@ def right_and_wrong(item):
     return right.split(), wrong.split()
 
 
-def test_families_numbers_and_positions_are_balanced(items):
+def test_families_numbers_and_labels_are_balanced(items):
     cells = Counter((item["family"], item["number"], item["label"]) for item in items)
     assert set(cells.values()) == {5}
     assert len(cells) == len(AGREEMENT | ORDER) * 4
     assert len(items) == 240
 
 
-def test_the_beginning_is_balanced_as_well(items):
+def test_first_items_are_balanced(items):
     for count in (24, 48, 120):
         part = items[:count]
         for key in ("family", "number", "label"):
             assert len(set(Counter(item[key] for item in part).values())) == 1
 
 
-def test_right_sentences_are_all_different(items):
+def test_right_sentences_are_unique(items):
     assert len({item["choices"][item["label"]] for item in items}) == len(items)
     assert all(len(set(item["choices"])) == 2 for item in items)
 
 
-def test_agreement_is_about_one_word_that_is_right_as_often_as_wrong(items):
+def test_agreement_items_differ_in_one_balanced_word(items):
     """A model that goes by the word alone, or by its length, is right half of the time."""
     words = Counter()
     for item in items:
@@ -61,7 +61,7 @@ def test_agreement_is_about_one_word_that_is_right_as_often_as_wrong(items):
     assert all(words[family, other, one] == count for (family, one, other), count in words.items())
 
 
-def test_order_is_about_the_same_words_with_the_first_in_its_place(items):
+def test_order_items_permute_words_after_the_first(items):
     for item in items:
         if item["family"] in ORDER:
             right, wrong = (" ".join(words).rstrip(".?").split() for words in right_and_wrong(item))
@@ -69,7 +69,7 @@ def test_order_is_about_the_same_words_with_the_first_in_its_place(items):
             assert sorted(right) == sorted(wrong)
 
 
-def test_what_the_tasks_read(items, data):
+def test_loaders_of_grammar_and_prose_data(items, data):
     assert list(data.grammar(version=1)["test"]) == items
     documents = list(data.prose(version=1)["test"])
     assert len(documents) > 30
@@ -79,6 +79,6 @@ def test_what_the_tasks_read(items, data):
     assert data.beginning("a" * 2000) == ""
 
 
-def test_every_file_is_shipped():
+def test_package_data_includes_suites_and_tasks():
     content = Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text()
     assert '"suites/*.yaml", "tasks/*"' in content

@@ -128,7 +128,7 @@ OF_THE_HARNESS = {
 
 
 @pytest.mark.parametrize("command", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in OF_THE_HARNESS)])
-def test_one_clear_line(workdir, capfd, monkeypatch, command):
+def test_refused_arguments_give_one_line_error(workdir, capfd, monkeypatch, command):
     status, out, err = run(capfd, monkeypatch, f"eval {command}")
     assert (status, out) == (1, "")
     assert err.startswith("crosshead: error: ")
@@ -137,18 +137,18 @@ def test_one_clear_line(workdir, capfd, monkeypatch, command):
     assert not (workdir / "eval.json").exists()
 
 
-def test_a_suite_and_tasks(workdir, capfd, monkeypatch):
+def test_suite_together_with_tasks_is_refused(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, "eval model --suite quick --tasks piqa")
     assert (status, out) == (2, "")
     assert "--suite" in err and "--tasks" in err
 
 
-def test_code_that_is_trusted_runs(workdir, capfd, monkeypatch):
+def test_trust_remote_code_runs_model_code(workdir, capfd, monkeypatch):
     status, _, err = run(capfd, monkeypatch, f"eval foreign {OFFLINE} --trust-remote-code")
     assert "this ran" in f"{status}{err}"
 
 
-def test_a_later_model_that_fails_costs_no_scores(workdir, capfd, monkeypatch):
+def test_scores_are_kept_if_a_later_model_fails(workdir, capfd, monkeypatch):
     status, out, err = run(capfd, monkeypatch, f"eval model deeper {OFFLINE} --compare")
     assert (status, out) == (1, "") and "deeper" in err
     report = json.loads((workdir / "eval.json").read_text())

@@ -42,7 +42,7 @@ def scored(results, by_size, aggregate):
 
 
 @pytest.mark.parametrize("by_size", [True, False])
-def test_a_task_without_the_metric_is_left_out(by_size):
+def test_group_items_exclude_tasks_without_the_metric(by_size):
     from lm_eval.api.metrics import mean
 
     scores, group, samples = scored(RIGHT, by_size, {"acc": mean, "acc_norm": mean})
@@ -53,7 +53,7 @@ def test_a_task_without_the_metric_is_left_out(by_size):
 
 
 @pytest.mark.parametrize("by_size", [True, False])
-def test_ratios_are_weighted_as_in_the_score(by_size):
+def test_item_weights_reproduce_the_group_score(by_size):
     from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
 
     results = {"short": [(-9.0, 4), (-30.0, 20)], "long": [(-200.0, 90), (-140.0, 75), (-8.0, 5)]}
@@ -66,7 +66,7 @@ def test_ratios_are_weighted_as_in_the_score(by_size):
 
 
 @pytest.mark.parametrize(("shots", "common"), [((5, 5), 5), ((5, 0), None)])
-def test_shots_and_direction_are_those_of_the_tasks(shots, common):
+def test_group_shots_and_direction_come_from_its_tasks(shots, common):
     """The harness reports neither for a group whose members are groups."""
     from lm_eval.api.metrics import mean
 

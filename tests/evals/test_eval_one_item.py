@@ -14,11 +14,11 @@ from toy_eval import ITEMS, ROLLING, write_scorable, write_task
 
 
 @pytest.mark.parametrize(("count", "expected"), [(2, 12.7062), (3, 4.3027), (4, 3.1824), (6, 2.5706)])
-def test_quantiles_of_few_items(count, expected):
+def test_t_quantiles_of_few_items(count, expected):
     assert t_quantile(count) == pytest.approx(expected, abs=1e-4)
 
 
-def test_one_item_of_a_perplexity_has_no_interval():
+def test_perplexity_of_one_item_has_no_interval():
     first, second = Items([10.0], [5.0], True), Items([11.0], [5.0], True)
     change = difference(first, second, False)
     assert change["change"] == pytest.approx(2.718281828 ** (1 / 5) - 1)
@@ -26,7 +26,7 @@ def test_one_item_of_a_perplexity_has_no_interval():
     assert difference(first, first, False)["verdict"] == "equal"
 
 
-def test_a_wide_interval_is_finite():
+def test_wide_interval_is_finite():
     first, second = Items([1.0, 1.0], [1.0, 1.0], True), Items([500.0, 1.0], [1.0, 1.0], True)
     change = difference(first, second, False)
     assert json.loads(json.dumps(change, allow_nan=False)) == change
@@ -42,7 +42,7 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def line(home, tmp_path, capfd, monkeypatch):
+def run_cli(home, tmp_path, capfd, monkeypatch):
     """A function that runs a command in a folder with a one-item task, with HOME set to `home`."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HOME", str(home))
@@ -54,8 +54,8 @@ def line(home, tmp_path, capfd, monkeypatch):
 EVAL = "eval ~/first ~/second --tasks prose --include-path mine --compare"
 
 
-def test_one_item_and_models_in_the_home_make_a_card(line, home, tmp_path):
-    status, out, err = line(EVAL)
+def test_card_from_one_item_scores_of_models_under_home(run_cli, home, tmp_path):
+    status, out, err = run_cli(EVAL)
     assert (status, err) == (0, "")
     report = json.loads((tmp_path / "eval.json").read_text())
     assert out.splitlines()[:-1] == list(eval_lines(report))
@@ -65,14 +65,14 @@ def test_one_item_and_models_in_the_home_make_a_card(line, home, tmp_path):
     fingerprints = [model["fingerprint"] for model in report["models"]]
     assert len(set(fingerprints)) == 2 and None not in fingerprints
     (home / "second").rename(home / "moved")
-    status, _, err = line(f"card {home}/moved --eval eval.json")
+    status, _, err = run_cli(f"card {home}/moved --eval eval.json")
     assert (status, err) == (0, "")
     record = json.loads((home / "moved/evaluation.json").read_text())["evaluations"][0]
     assert record["scores"] == report["models"][1]["scores"]
     assert record["compared"]["with"] == "first"
 
 
-def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
+def test_scores_are_saved_before_a_failing_comparison(monkeypatch):
     saved = []
 
     def failing(*arguments):

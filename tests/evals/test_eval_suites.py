@@ -24,17 +24,17 @@ def harness():
     return TaskManager(include_path=str(TASKS))
 
 
-def leaves(harness, name):
+def task_configs(harness, name):
     """Return the config of a task, or the configs of all tasks of a group or tag."""
     entry = harness.task_index[name]
     if entry.kind.name == "TAG":
-        return [leaf for member in entry.tags for leaf in leaves(harness, member)]
+        return [leaf for member in entry.tags for leaf in task_configs(harness, member)]
     if entry.kind.name == "GROUP":
-        return [leaf for member in entry.cfg["task"] for leaf in leaves(harness, member)]
+        return [leaf for member in entry.cfg["task"] for leaf in task_configs(harness, member)]
     return [entry.cfg]
 
 
-def test_rows_of_the_papers():
+def test_suites_have_rows_and_shots_of_the_papers():
     assert {name: len(read_suite(name).benchmarks) + len(read_suite(name).missing) for name in suite_names()} == ROWS
     llama = {each.name: each.shots for each in read_suite("moh-llama3").benchmarks}
     assert {name: shots for name, shots in llama.items() if shots} == SHOTS
@@ -44,10 +44,10 @@ def test_rows_of_the_papers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ROWS))
-def test_the_harness_knows_every_task_and_metric(harness, name):
+def test_harness_has_every_task_and_metric(harness, name):
     for each in read_suite(name).benchmarks:
         assert each.task in harness.task_index, each.task
-        for config in leaves(harness, each.task):
+        for config in task_configs(harness, each.task):
             metrics = [entry["metric"] for entry in config["metric_list"]]
             named = NAMED_ELSEWHERE.get((each.task, each.metric))
             assert any(named in metric for metric in metrics) if named else each.metric in metrics, config["task"]
@@ -59,7 +59,7 @@ def test_the_harness_knows_every_task_and_metric(harness, name):
 
 
 @pytest.mark.slow
-def test_what_is_said_to_be_missing_is(harness):
+def test_missing_benchmarks_are_not_in_the_harness(harness):
     known = [name.lower().replace("_", "").replace("-", "") for name in harness.all_tasks]
     for suite in ("mea-reasoning", "kha"):
         for name in read_suite(suite).missing:
@@ -69,6 +69,6 @@ def test_what_is_said_to_be_missing_is(harness):
 
 
 @pytest.mark.slow
-def test_a_task_that_the_harness_dropped_is_noticed(harness):
+def test_unknown_harness_task_raises_key_error(harness):
     with pytest.raises(KeyError):
-        leaves(harness, "sciqq")
+        task_configs(harness, "sciqq")

@@ -32,14 +32,14 @@ CASES = [
 STOCK_MODELS = ["Bert", "DeepseekV3", "DeepseekV2", "Albert", "ViT", "DeiT", "T5"]
 
 
-def test_every_backbone_is_shown():
+def test_every_backbone_family_is_supported():
     families = {config.model_type.removeprefix("crosshead_") for config in crosshead.FAMILIES}
     assert families == {name for name in BACKBONES if name.islower()} - {"dit"} | {"transnext"}
 
 
 @pytest.mark.parametrize(("backbone", "case"), CASES)
 @torch.no_grad()
-def test_values_are_those_of_the_oracles(backbone, case):
+def test_maps_and_routing_match_oracles(backbone, case):
     mixers = (STOCK | toys.CASES_OF.get(backbone, toys.ENCODER_CASES))[case] if case != "stock" else {}
     model, shown = shown_and_called(backbone, mixers)
     assert len(shown) == (6 if backbone == "T5" else 2)
@@ -65,7 +65,7 @@ def test_values_are_those_of_the_oracles(backbone, case):
 
 @pytest.mark.parametrize("backbone", first(STOCK_MODELS, 2))
 @torch.no_grad()
-def test_norms_of_stock_layers(backbone):
+def test_value_and_output_norms_of_stock_layers(backbone):
     """Expected values from matmuls in float64, expected outputs as the weighted sums of these values."""
     model, shown = shown_and_called(backbone, {})
     for record, module, inputs, source in shown:
@@ -88,7 +88,7 @@ def test_norms_of_stock_layers(backbone):
 
 @pytest.mark.parametrize("backbone", ["Bert", "ViT"])
 @torch.no_grad()
-def test_measures_without_a_causal_mask(backbone):
+def test_head_measures_without_causal_mask(backbone):
     model, shown = shown_and_called(backbone, {})
     (record, *call), *_ = shown
     weights = truth(backbone, model, record, *call)[2]["weights"].tolist()
@@ -132,7 +132,7 @@ def report(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("task", first(["ForMaskedLM", "ForSequenceClassification", "Model"]))
-def test_special_tokens_of_an_encoder_are_shown(tmp_path, report, task):
+def test_encoder_special_tokens_are_shown(tmp_path, report, task):
     write_encoder(tmp_path / "bert", task=task)
     model = report("bert", "--text", "w5 w9")
     assert model["texts"][0]["tokens"] == ["w1", "w5", " w9", "w2"]
@@ -140,7 +140,7 @@ def test_special_tokens_of_an_encoder_are_shown(tmp_path, report, task):
     assert (model["parts"], model["layers"], model["head_dim"]) == ([part], 2, 8)
 
 
-def test_a_shared_layer_is_shown_once_per_depth(tmp_path, report):
+def test_shared_albert_layer_is_shown_at_every_depth(tmp_path, report):
     model = toys.mixed_model("Albert", {"talking": {}}, num_hidden_layers=3)
     write_model(model, tmp_path / "albert")
     record = report("albert", "--text", TEXT)
@@ -154,7 +154,7 @@ def test_a_shared_layer_is_shown_once_per_depth(tmp_path, report):
     assert record["parameters"] == model.num_parameters()
 
 
-def test_the_three_parts_of_t5(tmp_path, report):
+def test_t5_report_has_encoder_decoder_and_cross_attention(tmp_path, report):
     mixers = {"encoder": {"talking": {}}, "cross": {"mixture": {"active_heads": 3, "layers": [1]}}}
     write_model(toys.mixed_model("T5", mixers, num_layers=3, num_decoder_layers=2), tmp_path / "t5")
     record = report("t5", "--text", TEXT, "--target", TARGET)
@@ -169,14 +169,14 @@ def test_the_three_parts_of_t5(tmp_path, report):
     assert matrices == {*(("encoder", "talking", layer) for layer in range(3)), ("cross", "mixture", 1)}
 
 
-def test_the_encoder_of_t5_alone(tmp_path, report):
+def test_t5_encoder_model_report_has_encoder_only(tmp_path, report):
     config = toys.mixed_config("T5", {"mixture": {"active_heads": 3}})
     write_model(crosshead.CrossheadT5EncoderModel(config), tmp_path / "t5")
     assert [part["name"] for part in report("t5", "--text", TEXT)["parts"]] == ["encoder"]
 
 
 @pytest.mark.parametrize("backbone", first(["DeiT", "ViT"]))
-def test_tokens_and_picture_of_an_image(tmp_path, report, backbone):
+def test_image_report_has_patch_tokens_and_picture(tmp_path, report, backbone):
     special = ["class", "distillation"] if backbone == "DeiT" else ["class"]
     write_image_model(tmp_path / "model", backbone, image_size=[16, 24], patch_size=[4, 8])
     processor = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
@@ -194,7 +194,7 @@ def test_tokens_and_picture_of_an_image(tmp_path, report, backbone):
 
 
 @pytest.mark.parametrize("case", first(["mixture", "plain", "talking", "differential"]))
-def test_the_last_stage_of_transnext(tmp_path, report, case):
+def test_transnext_last_stage_matches_oracle(tmp_path, report, case):
     model = transnext_toys.model_of(transnext_toys.CASES[case], image_size=96)
     model.save_pretrained(tmp_path / "model")
     write_image_model(tmp_path / "vit", image_size=96)
@@ -264,7 +264,7 @@ REFUSED_USES = [
 ]
 
 
-def test_wrong_options_are_one_line_and_leave_nothing(models, capfd, monkeypatch):
+def test_refused_options_give_one_line_and_no_files(models, capfd, monkeypatch):
     before = snapshot(models)
     for arguments, words in REFUSED_USES:
         status, out, err = run(capfd, monkeypatch, ["inspect", *arguments, "--out", "page.html"])

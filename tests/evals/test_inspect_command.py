@@ -27,19 +27,19 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda *arguments: run(capfd, monkeypatch, ["inspect", *arguments])
 
 
-def measured(line, *arguments):
-    status, out, err = line(*arguments, "--out", "report.html")
+def measured(run_cli, *arguments):
+    status, out, err = run_cli(*arguments, "--out", "report.html")
     assert (status, err) == (0, "") and "report.json" in out and "report.html" in out
     with open("report.json", encoding="utf-8") as file:
         return json.load(file)
 
 
-def test_the_page_is_made_of_the_json_and_of_nothing_outside(workdir, line):
-    report = measured(line, "source", "--text", TEXT)
+def test_page_contains_the_json_report_and_no_external_resources(workdir, run_cli):
+    report = measured(run_cli, "source", "--text", TEXT)
     assert sorted(path.name for path in workdir.iterdir()) == ["report.html", "report.json", "source"]
     page = (workdir / "report.html").read_text(encoding="utf-8")
     assert page == page_text(report)
@@ -58,9 +58,9 @@ def test_the_page_is_made_of_the_json_and_of_nothing_outside(workdir, line):
     assert text["mean_similarity"]["patterns"] == pytest.approx(sum(means) / 2, rel=1e-4)
 
 
-def test_a_text_cannot_break_out_of_the_page(workdir, line):
+def test_text_with_script_tags_is_escaped_in_page(workdir, run_cli):
     (workdir / "text.txt").write_text('</script><script>alert("1")</script><!-- {{data}}')
-    report = measured(line, "source", "--text", "text.txt")
+    report = measured(run_cli, "source", "--text", "text.txt")
     page = (workdir / "report.html").read_text(encoding="utf-8")
     before, _, rest = page.partition('id="data">')
     data, _, after = rest.partition("</script>")
@@ -69,10 +69,10 @@ def test_a_text_cannot_break_out_of_the_page(workdir, line):
 
 
 @pytest.mark.parametrize("case", toys.CASES)
-def test_every_mechanism(workdir, line, case):
+def test_report_of_every_mechanism(workdir, run_cli, case):
     model = toys.mixed_model("Qwen2", toys.CASES[case])
     write_model(model, workdir / "mixed")
-    (record,) = measured(line, "mixed", "--text", TEXT)["models"]
+    (record,) = measured(run_cli, "mixed", "--text", TEXT)["models"]
     assert record["mixers"] == model.config.mixers
     assert record["parameters"] == model.num_parameters()
     assert set(record["mechanisms"]) == set(toys.CASES[case])
@@ -81,23 +81,23 @@ def test_every_mechanism(workdir, line, case):
     assert routes == ["mixture" in toys.CASES[case]] * 2
 
 
-def test_the_drift_that_a_training_has_recorded(workdir, line):
+def test_drift_is_read_from_training_json(workdir, run_cli):
     write_model(toys.mixed_model("Llama", {"knocking": {}}), workdir / "trained")
     training = workdir / "trained" / "training.json"
-    assert measured(line, "trained", "--text", TEXT)["models"][0]["drift"] == {}
+    assert measured(run_cli, "trained", "--text", TEXT)["models"][0]["drift"] == {}
     training.write_text(json.dumps({"metrics": {"step": 3, "drift/knocking": 0.25, "loss": 2.0}}))
-    (record,) = measured(line, "trained", "--text", TEXT, "--overwrite")["models"]
+    (record,) = measured(run_cli, "trained", "--text", TEXT, "--overwrite")["models"]
     assert record["drift"] == {"knocking": 0.25}
     training.write_text("[]")
-    status, _, error = line("trained", "--text", TEXT, "--overwrite", "--out", "report.html")
+    status, _, error = run_cli("trained", "--text", TEXT, "--overwrite", "--out", "report.html")
     assert status == 1 and "training.json" in error
 
 
-def test_load_and_scores_are_those_of_the_routers(workdir, line):
+def test_routing_load_and_scores_match_router_outputs(workdir, run_cli):
     mixers = {"mixture": {"shared_heads": 1, "active_heads": 3}}
     model = toys.mixed_model("Llama", mixers)
     write_model(model, workdir / "mixed")
-    (record,) = measured(line, "mixed", "--text", TEXT)["models"]
+    (record,) = measured(run_cli, "mixed", "--text", TEXT)["models"]
     tokens = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
     with torch.no_grad():
         scores = model(tokens, output_head_router_scores=True).head_router_scores
@@ -109,10 +109,10 @@ def test_load_and_scores_are_those_of_the_routers(workdir, line):
         assert routing["mean_score"][1:] == pytest.approx(probabilities[0].mean(0).tolist(), rel=1e-3)
 
 
-def test_two_models_and_several_texts(workdir, line):
+def test_report_of_two_models_and_two_texts(workdir, run_cli):
     write_model(toys.mixed_model("Llama", {"differential": {}}), workdir / "mixed")
     (workdir / "other.txt").write_text("another text, in a file")
-    report = measured(line, "source", "mixed", "--text", TEXT, "--text", "other.txt")
+    report = measured(run_cli, "source", "mixed", "--text", TEXT, "--text", "other.txt")
     assert [model["name"] for model in report["models"]] == ["source", "mixed"]
     for model in report["models"]:
         assert [text["name"] for text in model["texts"]] == [TEXT, "other.txt"]
@@ -120,22 +120,22 @@ def test_two_models_and_several_texts(workdir, line):
     assert labels == ["0", "1", "softmax 0", "softmax 1", "softmax 2", "softmax 3"]
 
 
-def test_one_token_is_enough(workdir, line):
-    (text,) = measured(line, "source", "--text", "a")["models"][0]["texts"]
+def test_report_of_one_token(workdir, run_cli):
+    (text,) = measured(run_cli, "source", "--text", "a")["models"][0]["texts"]
     assert text["tokens"] == ["a"]
     assert text["layers"][0]["measures"]["entropy"] == [0.0] * 4
 
 
-def test_overwrite(workdir, line):
-    measured(line, "source", "--text", TEXT)
+def test_existing_report_is_replaced_only_with_overwrite(workdir, run_cli):
+    measured(run_cli, "source", "--text", TEXT)
     for name in ("report.html", "report.json"):
         before = snapshot(workdir)
-        status, out, err = line("source", "--text", TEXT, "--out", "report.html")
+        status, out, err = run_cli("source", "--text", TEXT, "--out", "report.html")
         assert (status, out) == (1, "")
         assert name in err and "--overwrite" in err and err.count("\n") == 1
         assert snapshot(workdir) == before
         (workdir / "report.html").unlink(missing_ok=True)
-    assert line("source", "--text", "another", "--out", "report.html", "--overwrite")[0] == 0
+    assert run_cli("source", "--text", "another", "--out", "report.html", "--overwrite")[0] == 0
     assert json.loads((workdir / "report.json").read_text())["models"][0]["texts"][0]["name"] == "another"
 
 
@@ -197,11 +197,11 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_shown_is_one_line_and_leaves_nothing(broken, line):
+def test_refused_inputs_give_one_line_and_no_files(broken, run_cli):
     before = snapshot(broken)
     for arguments, words in REFUSED:
         out_option = [] if "--out" in arguments else ["--out", "report.html"]
-        status, out, err = line(*arguments, *out_option)
+        status, out, err = run_cli(*arguments, *out_option)
         assert (status, out) == (1, ""), arguments
         assert err.startswith("crosshead: error: ") and err.count("\n") == 1, err
         assert words in err
@@ -218,13 +218,13 @@ def test_what_cannot_be_shown_is_one_line_and_leaves_nothing(broken, line):
         (["a", "b", "c", "--text", TEXT, "--out", "report.html"], "(c)"),
     ],
 )
-def test_wrong_usage(workdir, line, arguments, words):
-    status, out, err = line(*arguments)
+def test_wrong_usage_exits_with_status_2(workdir, run_cli, arguments, words):
+    status, out, err = run_cli(*arguments)
     assert (status, out) == (2, "")
     assert words in err
 
 
-def test_a_full_disk_leaves_nothing(workdir, monkeypatch):
+def test_full_disk_leaves_no_report(workdir, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -235,15 +235,15 @@ def test_a_full_disk_leaves_nothing(workdir, monkeypatch):
     assert [path.name for path in workdir.iterdir()] == ["source"]
 
 
-def test_a_folder_without_permission(workdir, line, monkeypatch):
+def test_unwritable_output_folder_is_refused(workdir, run_cli, monkeypatch):
     (workdir / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda folder, _: folder.name != "closed")  # root may write anywhere
-    status, _, err = line("source", "--text", TEXT, "--out", "closed/report.html")
+    status, _, err = run_cli("source", "--text", TEXT, "--out", "closed/report.html")
     assert status == 1
     assert err.startswith("crosshead: error: closed ") and err.count("\n") == 1
 
 
-def test_pieces_are_the_text_with_its_spaces():
+def test_split_text_keeps_spaces_and_offsets():
     text = "Ein  Käse 🧀!"
     spans = [(0, 0), (0, 3), (5, 9), (10, 11), (10, 11), (10, 11), (11, 12), (0, 0)]
     names = ["<s>", *"abcdef", "</s>"]

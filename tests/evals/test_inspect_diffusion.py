@@ -58,7 +58,7 @@ def noisy(pixels, time):
 
 @pytest.mark.parametrize("case", first(["mixture", "stock", "knocking+gating"]))
 @pytest.mark.parametrize("time", first([250, 0]))
-def test_blocks_are_those_of_the_oracle(workdir, report, case, time):
+def test_dit_blocks_match_oracle(workdir, report, case, time):
     mixers = CASES[case]
     model = dit_toys.stock_dit() if mixers is None else dit_toys.our_dit(mixers)
     model.save_pretrained(workdir / "dit")
@@ -96,14 +96,14 @@ def test_blocks_are_those_of_the_oracle(workdir, report, case, time):
             assert (measured > 0).equal(expected["gates"].T > 0)
 
 
-def test_a_pipeline_reads_latents(workdir, report):
+def test_dit_pipeline_latents_differ_between_time_steps(workdir, report):
     dit_toys.pipeline().save_pretrained(workdir / "pipeline")
     one, other = (report("pipeline", "--image", "image.png", "--time", time) for time in ("0", "999"))
     assert one["texts"][0]["layers"][0]["maps"]["data"] != other["texts"][0]["layers"][0]["maps"]["data"]
     assert len(one["texts"][0]["tokens"]) == 9
 
 
-def test_wrong_uses_are_one_line(workdir, capfd, monkeypatch):
+def test_refused_arguments_give_one_line_error(workdir, capfd, monkeypatch):
     dit_toys.our_dit({}).save_pretrained(workdir / "dit")
     dit_toys.pipeline().save_pretrained(workdir / "pipeline")
     shutil.copytree("dit", "broken")

@@ -48,7 +48,7 @@ def record(backbone, mixers):
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, CASES, strength=1))
-def test_what_is_seen_is_what_happened(backbone, case):
+def test_recorded_states_match_forward_pass(backbone, case):
     model, tokens, states = record(backbone, CASES[case])
     inputs = []
     hooks = [
@@ -65,7 +65,7 @@ def test_what_is_seen_is_what_happened(backbone, case):
         assert torch.equal(recording.head_outputs.flatten(1), inputs[layer])
         mixers = getattr(model.model.layers[layer].self_attn, "mixers", {})
         weights = output_weights(recording.weights, recording.subtracted)
-        expected = torch.nn.functional.normalize(made_of(weights, recording), dim=-1)
+        expected = torch.nn.functional.normalize(expected_head_outputs(weights, recording), dim=-1)
         # Compare directions only: differential attention normalises the head outputs afterwards.
         assert torch.allclose(expected, torch.nn.functional.normalize(recording.attention_outputs, dim=-1), atol=1e-5)
         routes = "mixture" in mixers
@@ -76,7 +76,7 @@ def test_what_is_seen_is_what_happened(backbone, case):
             assert (gates != 0).sum(-1).tolist() == [mixers["mixture"].settings["active_heads"]] * LENGTH
 
 
-def made_of(weights, recorded):
+def expected_head_outputs(weights, recorded):
     """Return head outputs (T, heads, features), computed head by head from weights and values."""
     features = recorded.attention_outputs.shape[-1]
     values = recorded.values
@@ -86,7 +86,7 @@ def made_of(weights, recorded):
     return torch.stack([weights[head] @ values[head // group] for head in range(len(weights))], dim=1)
 
 
-def test_similarities_are_those_of_the_paper():
+def test_head_similarities_match_paper_definition():
     weights, outputs = random_maps(), torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(1))
     patterns, cosines = pattern_similarity(weights), output_similarity(outputs)
     for i in range(3):
@@ -102,7 +102,7 @@ def test_similarities_are_those_of_the_paper():
     assert mean_of_pairs(patterns[:1, :1]) is None
 
 
-def test_measures_are_what_they_say():
+def test_map_measures_match_definitions():
     weights = random_maps()
     measures = map_measures(weights, POSITIONS[:7], causal=True)
     for head in range(3):
@@ -118,7 +118,7 @@ def test_measures_are_what_they_say():
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_packed_maps_are_near_and_keep_their_sign(signed):
+def test_packed_maps_keep_precision_and_sign(signed):
     weights = random_maps()
     if signed:
         weights = 3 * weights - 2 * random_maps(seed=5)
@@ -130,7 +130,7 @@ def test_packed_maps_are_near_and_keep_their_sign(signed):
     assert torch.allclose(read.abs().sqrt() * read.sign(), roots, atol=0.5 / 127 + 1e-6)
 
 
-def test_packed_numbers_and_indices():
+def test_packed_numbers_and_indices_round_trip():
     values = torch.tensor([[0.5, -2.0, 0.0], [1e-5, 2.0, 1.25]])
     assert torch.allclose(numbers(pack_numbers(values)), values.double(), atol=2 / 32767)
     assert numbers(pack_numbers(torch.zeros(2, 2))).tolist() == [[0, 0], [0, 0]]
@@ -140,7 +140,7 @@ def test_packed_numbers_and_indices():
 
 
 @pytest.mark.parametrize("case", ["stock", "explicit", "differential"])
-def test_norms_are_of_what_a_head_takes_and_gives(case):
+def test_value_and_output_norms_of_heads(case):
     _, _, states = record("Llama", CASES[case])
     recorded = states[1]
     values = list(recorded.values)
@@ -157,7 +157,7 @@ def test_norms_are_of_what_a_head_takes_and_gives(case):
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_the_greatest_weights_are_exact(case):
+def test_top_weights_match_attention_maps(case):
     states = record("Llama", CASES[case])[2]
     layer = layer_record(states[1], POSITIONS, causal=True)
     shown = list(output_weights(states[1].weights, states[1].subtracted))
@@ -177,7 +177,7 @@ def test_the_greatest_weights_are_exact(case):
                 )
 
 
-def test_what_mechanisms_have_learnt():
+def test_learnt_matrices_of_mechanisms():
     talking = toys.mixed_model("Llama", {"talking": {}}).model.layers[1].self_attn.mixers["talking"]
     records = {record["name"]: record for record in matrix_records("decoder", [1], "talking", talking)}
     assert list(records) == ["logits", "weights", "weights x logits"]
@@ -193,7 +193,7 @@ def test_what_mechanisms_have_learnt():
 
 
 @pytest.mark.parametrize("case", toys.MECHANISM_CASES)
-def test_every_matrix_of_every_mechanism_is_shown(case):
+def test_matrix_records_include_every_mechanism_matrix(case):
     mixer = toys.mixed_model("Qwen3", toys.MECHANISM_CASES[case]).model.layers[0].self_attn.mixers[case]
     matrices = {name: parameter for name, parameter in mixer.named_parameters() if parameter.ndim == 2}
     records = {record["name"]: record for record in matrix_records("decoder", [0], case, mixer)}
@@ -207,7 +207,7 @@ def shown(record):
     return read + torch.eye(len(read)) if record["plus_identity"] else read
 
 
-def test_only_what_is_near_the_identity_is_kept_as_a_difference():
+def test_only_matrices_near_identity_are_stored_as_difference():
     knocking = toys.mixed_model("Llama", {"knocking": {}})
     with torch.no_grad():
         mixer = knocking.model.layers[0].self_attn.mixers["knocking"]
@@ -219,7 +219,7 @@ def test_only_what_is_near_the_identity_is_kept_as_a_difference():
     assert plus_identity["value.up"] and not plus_identity["value.gate"]
 
 
-def test_a_long_side_is_drawn_as_root_mean_squares():
+def test_downsample_takes_root_mean_square_of_blocks():
     matrix = torch.arange(3 * 600.0).reshape(3, 600).sin()
     drawn = downsample(matrix)
     assert drawn.shape == (3, 200)

@@ -61,13 +61,13 @@ def weights_of(folder, name, layer):
         return model(tokens, output_attentions=True).attentions[layer][0]
 
 
-def greatest(row):
+def top_weights(row):
     """Return the indices and values of the five largest weights of a row, in the page's order."""
     indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
     return [(index, row[index]) for index in indices if row[index] != 0]
 
 
-def same(shown, expected):
+def assert_same_weights(shown, expected):
     """Assert the same tokens in the same order, and weights equal to the printed digits."""
     assert [token for token, _ in shown] == [token for token, _ in expected]
     for (_, text), (_, weight) in zip(shown, expected, strict=True):
@@ -78,7 +78,7 @@ def same(shown, expected):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", SEEN)
-def test_it_draws_at_both_widths_in_both_schemes(pages_folder, browser, name, width, scheme):
+def test_page_fits_both_widths_and_colour_schemes(pages_folder, browser, name, width, scheme):
     with opened(browser, pages_folder / f"{name}.html", width, scheme) as page:
         for layer in (0, 1):
             browser.execute_script(
@@ -101,7 +101,7 @@ def test_it_draws_at_both_widths_in_both_schemes(pages_folder, browser, name, wi
 
 
 @pytest.mark.parametrize("name", ["talking", "stock"])
-def test_a_clicked_token_shows_the_models_own_greatest_weights(pages_folder, browser, name):
+def test_clicked_token_lists_top_attention_weights_of_the_model(pages_folder, browser, name):
     with opened(browser, pages_folder / f"{name}.html") as page:
         for layer, head, token in ((1, 0, 41), (1, 2, 17), (0, 3, 3)):
             page.one("#layer").send_keys(Keys.END if layer else Keys.HOME)
@@ -111,11 +111,11 @@ def test_a_clicked_token_shows_the_models_own_greatest_weights(pages_folder, bro
             until(browser, lambda token=token: page.option(token).get_attribute("aria-selected") == "true")
             assert page.title("inspector").startswith(f"Layer {layer}, head {head},")
             weights = weights_of(pages_folder, name, layer)[head]
-            same(page.rows("keys"), greatest(weights[token].tolist()))
-            same(page.rows("querys"), greatest(weights[:, token].tolist()))
+            assert_same_weights(page.rows("keys"), top_weights(weights[token].tolist()))
+            assert_same_weights(page.rows("querys"), top_weights(weights[:, token].tolist()))
 
 
-def test_maps_and_shades_are_those_of_the_model(pages_folder, browser):
+def test_map_and_token_shades_match_model_weights(pages_folder, browser):
     with opened(browser, pages_folder / "stock.html") as page:
         page.one("#gallery [data-head='2']").click()
         page.option(40).click()
@@ -139,7 +139,7 @@ def test_maps_and_shades_are_those_of_the_model(pages_folder, browser):
         )
 
 
-def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(pages_folder, browser):
+def test_click_in_weight_list_or_map_selects_the_token(pages_folder, browser):
     with opened(browser, pages_folder / "stock.html") as page:
         page.option(50).click()
         token, _ = page.rows("keys")[1]
@@ -154,7 +154,7 @@ def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(pages_fo
         assert page.option(30).get_attribute("aria-selected") == "true"
 
 
-def test_everything_is_reached_by_keyboard(pages_folder, browser):
+def test_keyboard_navigation(pages_folder, browser):
     with opened(browser, pages_folder / "knocking+mixture.html") as page:
         reached = set()
         for _ in range(60):
@@ -191,7 +191,7 @@ def test_everything_is_reached_by_keyboard(pages_folder, browser):
         until(browser, lambda: page.title("inspector").startswith("Layer 1, head 2,"))
 
 
-def test_text_measure_and_theme_are_chosen(pages_folder, browser):
+def test_text_measure_and_theme_controls(pages_folder, browser):
     with opened(browser, pages_folder / "mixture.html") as page:
         options = page.all("#controls select")[0].find_elements(By.TAG_NAME, "option")
         assert [option.text for option in options] == list(TEXTS)
@@ -209,7 +209,7 @@ def test_text_measure_and_theme_are_chosen(pages_folder, browser):
         assert page.picture("#gallery canvas") != picture
 
 
-def test_cells_have_the_names_of_their_maps(pages_folder, browser):
+def test_overview_cells_are_labelled_with_map_names(pages_folder, browser):
     with opened(browser, pages_folder / "differential.html") as page:
         page.all("#overview [data-layer='1']")[2].click()
         until(browser, lambda: page.title("inspector").startswith("Layer 1, softmax 0,"))
@@ -217,7 +217,7 @@ def test_cells_have_the_names_of_their_maps(pages_folder, browser):
         assert page.one("#gallery [aria-selected=true] b").text == "Softmax 0"
 
 
-def test_norms_of_values_belong_to_the_heads_that_share_them(pages_folder, browser):
+def test_value_norms_are_labelled_by_key_value_head(pages_folder, browser):
     with opened(browser, pages_folder / "stock.html") as page:
         labels = [option.text for option in page.all("#overview select option")]
         page.all("#overview select option")[labels.index("norm of values")].click()
@@ -231,7 +231,7 @@ def test_norms_of_values_belong_to_the_heads_that_share_them(pages_folder, brows
         assert page.one("#norms .weights:nth-child(2) .here th").text == "1"
 
 
-def test_the_difference_from_the_identity(pages_folder, browser):
+def test_matrix_card_shows_the_talking_matrix(pages_folder, browser):
     with opened(browser, pages_folder / "talking.html") as page:
         cells = [cell.text for cell in page.all("#matrices .card:first-child td") if cell.text]
         model = toys.mixed_model("Llama", MODELS["talking"])
@@ -241,20 +241,20 @@ def test_the_difference_from_the_identity(pages_folder, browser):
         assert not page.all("#matrices .tools input")  # no matrix here is near the identity
 
 
-def test_two_models_are_read_together(pages_folder, browser):
+def test_two_models_share_token_and_head_selection(pages_folder, browser):
     with opened(browser, pages_folder / "pair.html") as page:
         assert "stock and differential" in page.one("h1").text
         page.option(40).click()
         assert page.option(40, column=2).get_attribute("aria-selected") == "true"
         page.one("#gallery .column:nth-child(2) [data-head='1']").click()
         first, second = weights_of(pages_folder, "stock", 1), weights_of(pages_folder, "differential", 1)
-        same(page.rows("keys", column=1), greatest(first[1, 40].tolist()))
+        assert_same_weights(page.rows("keys", column=1), top_weights(first[1, 40].tolist()))
         mixers = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers
         lambda_ = mixers["differential"](mixers["differential"].lambda_q1)
         difference = second[2, 40] - lambda_.detach() * second[3, 40]
-        same(page.rows("keys", column=2), greatest(difference.tolist()))
+        assert_same_weights(page.rows("keys", column=2), top_weights(difference.tolist()))
         page.one(
             "#gallery .column:nth-child(2) [data-head='5']"
         ).click()  # the last softmax: the stock model has no sixth
-        same(page.rows("keys", column=2), greatest(second[3, 40].tolist()))
-        same(page.rows("keys", column=1), greatest(first[3, 40].tolist()))
+        assert_same_weights(page.rows("keys", column=2), top_weights(second[3, 40].tolist()))
+        assert_same_weights(page.rows("keys", column=1), top_weights(first[3, 40].tolist()))

@@ -75,7 +75,7 @@ def token(page, side, index, column=1):
     return page.one(f"#inspector .column:nth-child({column}) [data-side={side}] [data-token='{index}']")
 
 
-def same(shown, row):
+def assert_same_weights(shown, row):
     """Assert that `shown` lists the five largest weights of `row`, equal to the printed digits."""
     indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
     assert [index for index, _ in shown] == indices
@@ -87,7 +87,7 @@ def same(shown, row):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", PAGES)
-def test_it_draws_at_both_widths_in_both_schemes(pages_and_reports, browser, name, width, scheme):
+def test_page_fits_both_widths_and_colour_schemes(pages_and_reports, browser, name, width, scheme):
     with opened(browser, pages_and_reports[0] / f"{name}.html", width, scheme) as page:
         parts = ["encoder", "decoder", "cross-attention"] if name == "t5" else [None]
         for part in parts:
@@ -104,7 +104,7 @@ def test_it_draws_at_both_widths_in_both_schemes(pages_and_reports, browser, nam
 
 
 @torch.no_grad()
-def test_a_token_of_an_encoder_shows_both_directions(pages_and_reports, browser):
+def test_encoder_token_shows_query_and_key_weights(pages_and_reports, browser):
     ids = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
     weights = toys.mixed_model("Bert", BERT)(ids, output_attentions=True).attentions[1][0]
     with opened(browser, pages_and_reports[0] / "bert.html") as page:
@@ -113,12 +113,12 @@ def test_a_token_of_an_encoder_shows_both_directions(pages_and_reports, browser)
             token(page, "rows", index).click()
             for side in ("rows", "columns"):
                 assert token(page, side, index).get_attribute("aria-selected") == "true"
-            same(page.rows("keys"), weights[head, index].tolist())
-            same(page.rows("querys"), weights[head, :, index].tolist())
+            assert_same_weights(page.rows("keys"), weights[head, index].tolist())
+            assert_same_weights(page.rows("querys"), weights[head, :, index].tolist())
 
 
 @torch.no_grad()
-def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(pages_and_reports, browser):
+def test_t5_part_selection_and_cross_attention_weights(pages_and_reports, browser):
     tokenizer = character_tokenizer()
     ids, target = (tokenizer(text)["input_ids"] for text in (TEXT, TARGET))
     model = toys.mixed_model("T5", T5, num_decoder_layers=3)
@@ -136,8 +136,8 @@ def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(pages_and_reports,
         token(page, "rows", 4).click()
         token(page, "columns", 30).click()
         weights = called.cross_attentions[2][0, 1]
-        same(page.rows("keys"), weights[4].tolist())
-        same(page.rows("querys"), weights[:, 30].tolist())
+        assert_same_weights(page.rows("keys"), weights[4].tolist())
+        assert_same_weights(page.rows("querys"), weights[:, 30].tolist())
         page.all("#inspector .weights.querys button")[0].click()
         assert token(page, "rows", int(weights[:, 30].argmax())).get_attribute("aria-selected") == "true"
         assert token(page, "columns", 30).get_attribute("aria-selected") == "true"
@@ -145,14 +145,14 @@ def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(pages_and_reports,
         choose(page, "Attention", "decoder")
         until(browser, lambda: page.title("gallery") == "Heads of decoder layer 2")
         token(page, "rows", 9).click()
-        same(page.rows("keys"), called.decoder_attentions[2][0, 1, 9, :10].tolist())
+        assert_same_weights(page.rows("keys"), called.decoder_attentions[2][0, 1, 9, :10].tolist())
         choose(page, "Attention", "encoder")
         until(browser, lambda: page.title("gallery") == "Heads of encoder layer 1")
         token(page, "columns", 9).click()
-        same(page.rows("querys"), called.encoder_attentions[1][0, 1, :, 9].tolist())
+        assert_same_weights(page.rows("querys"), called.encoder_attentions[1][0, 1, :, 9].tolist())
 
 
-def test_measures_depend_on_the_part(pages_and_reports, browser):
+def test_measure_options_depend_on_t5_part(pages_and_reports, browser):
     with opened(browser, pages_and_reports[0] / "t5.html") as page:
         choose(page, "Colour", "weight on the token after")
         choose(page, "Attention", "cross-attention")
@@ -162,7 +162,7 @@ def test_measures_depend_on_the_part(pages_and_reports, browser):
         assert not {"weight on the token after", "weight on itself", "mean distance"} & labels
 
 
-def test_matrices_of_a_shared_layer_are_shown_at_each_depth(pages_and_reports, browser):
+def test_shared_layer_matrices_are_shown_at_each_depth(pages_and_reports, browser):
     with opened(browser, pages_and_reports[0] / "albert.html") as page:
         cards = set()
         for layer in (2, 0):
@@ -173,7 +173,7 @@ def test_matrices_of_a_shared_layer_are_shown_at_each_depth(pages_and_reports, b
         assert len(cards) == 1
 
 
-def test_patches_lie_over_the_picture(pages_and_reports, browser):
+def test_patches_overlay_the_image(pages_and_reports, browser):
     """The class token is selected at first; each patch lies at its position in the image, shaded by its weight."""
     folder, reports = pages_and_reports
     record = reports["vit"]["models"][0]["texts"][0]
@@ -199,7 +199,7 @@ def test_patches_lie_over_the_picture(pages_and_reports, browser):
         assert int(torch.tensor(opacity).argmax()) == int(weights.argmax())
 
 
-def test_two_image_models_are_read_at_the_same_place(pages_and_reports, browser):
+def test_two_image_models_select_the_same_image_position(pages_and_reports, browser):
     """Images of 16 and 32 pixels in patches of 4: 4 and 8 rows of patches, with one and two special tokens."""
     with opened(browser, pages_and_reports[0] / "pair.html") as page:
         token(page, "columns", 1 + 4 * 1 + 2).click()  # patch (1, 2)
@@ -208,7 +208,7 @@ def test_two_image_models_are_read_at_the_same_place(pages_and_reports, browser)
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
 
 
-def test_a_model_without_special_tokens_beside_one_that_has_them(pages_and_reports, browser):
+def test_selection_of_models_with_and_without_special_tokens(pages_and_reports, browser):
     """A ViT with 4 x 4 patches beside the last stage of a TransNeXt, 3 x 3."""
     with opened(browser, pages_and_reports[0] / "stage.html") as page:
         assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # in place of the class token

@@ -34,7 +34,7 @@ def model(request):
 
 
 @pytest.mark.parametrize("options", [{"version": 2}, {"half_values": True}, {}])
-def test_heads_of_paired_queries_are_whole_outputs(options):
+def test_differential_heads_are_masked_per_output(options):
     model = toys.mixed_model("Llama", {"differential": options}).eval()
     size = model.config.head_dim
     heads = model.model.layers[0].self_attn.o_proj.in_features // size
@@ -54,7 +54,7 @@ def with_one_head(model, pair):
     return loss_without(model, toys.tokens(), [])
 
 
-def test_none_and_all(model):
+def test_masking_no_head_and_every_head(model):
     tokens = toys.tokens()
     heads = list(product(range(2), range(4)))
     none, every = masked_heads(model, tokens, [0, 4], 2, 0, silent)
@@ -62,7 +62,7 @@ def test_none_and_all(model):
     assert every["losses"] == pytest.approx([loss_without(model, tokens, heads)] * 2, rel=1e-5)
 
 
-def test_each_draw_is_one_choice_of_heads_in_every_layer(model):
+def test_each_draw_masks_a_random_head_per_layer(model):
     tokens = toys.tokens()
     (row,) = masked_heads(model, tokens, [1], 12, 0, silent)
     possible = {pair: loss_without(model, tokens, list(enumerate(pair))) for pair in product(range(4), repeat=2)}
@@ -73,7 +73,7 @@ def test_each_draw_is_one_choice_of_heads_in_every_layer(model):
     assert row["loss"] == pytest.approx(sum(row["losses"]) / 12)
 
 
-def test_the_same_seed_gives_the_same_figures_and_the_model_stays_as_it_was(model):
+def test_losses_depend_on_seed_only_and_model_is_unchanged(model):
     tokens = toys.tokens()
     before = loss_without(model, tokens, [])
     steps = []
@@ -90,5 +90,5 @@ def test_the_same_seed_gives_the_same_figures_and_the_model_stays_as_it_was(mode
     ("heads", "counts"),
     [(1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (9, [*range(9)]), (32, [0, 4, 8, 12, 16, 19, 23, 27, 31])],
 )
-def test_counts(heads, counts):
+def test_counts_to_mask(heads, counts):
     assert counts_to_mask(heads) == counts

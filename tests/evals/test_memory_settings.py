@@ -28,7 +28,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts these faults")
-def test_what_is_freed_is_not_taken_from_the_system_again():
+def test_keep_memory_avoids_page_faults_on_reallocation():
     """Page faults of the twentieth turn: 8 tensors of 7 MB are 14,000 pages, if glibc returns them to the system."""
     gives_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 
@@ -38,7 +38,7 @@ def test_what_is_freed_is_not_taken_from_the_system_again():
     assert faults("kept") < 100 < 10_000 < faults("not")
 
 
-def test_a_c_library_without_the_setting(monkeypatch):
+def test_keep_memory_without_mallopt_in_the_c_library(monkeypatch):
     values = []
     monkeypatch.setattr(kept_memory.ctypes, "CDLL", lambda name: object())
     monkeypatch.setattr(kept_memory.torch, "empty", lambda size: values.append(os.environ[kept_memory.LARGE_PAGES]))
@@ -64,7 +64,7 @@ HAS_THEM = PAGES.exists() and COUNTED.exists() and "[never]" not in PAGES.read_t
 
 @pytest.mark.skipif(not HAS_THEM, reason="the system has no large pages")
 @pytest.mark.parametrize("setting", [None, "0"])
-def test_tensors_lie_in_large_pages(setting):
+def test_tensors_use_large_pages(setting):
     """Large pages are used even if all benchmarks are imported first; their number depends on the system."""
     environment = {key: value for key, value in os.environ.items() if key != kept_memory.LARGE_PAGES}
     environment |= {} if setting is None else {kept_memory.LARGE_PAGES: setting}

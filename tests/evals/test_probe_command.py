@@ -46,11 +46,11 @@ def workdir(models, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda *arguments: run(capfd, monkeypatch, ["probe", *arguments])
 
 
-def lines_of(picture):
+def points_per_line(picture):
     """Return the number of points of each named line in an SVG plot."""
     names = json.loads(picture.with_suffix(".json").read_text())
     names = names["models"] if "models" in names else lines(names)
@@ -60,12 +60,12 @@ def lines_of(picture):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["_model", r"a$b$\foo"])
-def test_the_legend_has_each_name_as_it_is(name):
+def test_plot_legend_shows_names_verbatim(name):
     assert f">{name}<" in line_plot({name: [(0, 1.0), (1, 2.0)]}, "heads", "loss")
 
 
-def test_masked_heads_of_two_models(workdir, line):
-    status, out, err = line("heads", "one", "two", "--draws", "2", *SMALL, "--out", "found.json")
+def test_heads_probe_of_two_models(workdir, run_cli):
+    status, out, err = run_cli("heads", "one", "two", "--draws", "2", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
     report = json.loads((workdir / "found.json").read_text())
     assert report["models"].keys() == {"one", "two"}
@@ -74,21 +74,21 @@ def test_masked_heads_of_two_models(workdir, line):
         (summary,) = (row for row in out.splitlines() if row.startswith(f"{model}:"))
         assert all(f"{row['loss']:.4f}" in summary for row in report["models"][model])
     assert "found.json" in out and "found.svg" in out
-    assert lines_of(workdir / "found.svg") == [4, 4]
+    assert points_per_line(workdir / "found.svg") == [4, 4]
 
 
 @pytest.mark.parametrize("method", first(["svd", "aligned"]))
-def test_layers_alone(method, workdir, line):
-    status, _, err = line("layers", "source", "--method", method, *SMALL, "--out", "found.json")
+def test_layers_probe_measures_each_layer(method, workdir, run_cli):
+    status, _, err = run_cli("layers", "source", "--method", method, *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
     report = json.loads((workdir / "found.json").read_text())
     assert report["rises"].keys() == {"0", "1"}
     assert report["rises"]["1"]["key"].keys() == {"1", "2", "3"}
-    assert lines_of(workdir / "found.svg") == [2] * 6
+    assert points_per_line(workdir / "found.svg") == [2] * 6
 
 
-def test_budgets(workdir, line):
-    status, out, err = line("budget", "source", "--method", "svd", *SMALL, "--out", "found.json")
+def test_budget_probe_of_key_value_heads(workdir, run_cli):
+    status, out, err = run_cli("budget", "source", "--method", "svd", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
     report = json.loads((workdir / "found.json").read_text())
     curve = report["curve"]
@@ -106,9 +106,9 @@ def test_budgets(workdir, line):
     assert "wrote found.json" in out
 
 
-def test_budgets_of_active_heads(workdir, line):
+def test_budget_probe_of_active_heads(workdir, run_cli):
     """Each budget gets the counts of active heads with the smallest sum of measured rises."""
-    status, out, err = line("budget", "source", "--active", *SMALL, "--out", "found.json")
+    status, out, err = run_cli("budget", "source", "--active", *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
     report = json.loads((workdir / "found.json").read_text())
     assert report["heads"] == 8 and report["method"] == "calibrated"
@@ -160,12 +160,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_line_and_nothing_written(case, workdir, line):
+def test_refused_arguments_give_one_line_and_no_files(case, workdir, run_cli):
     arguments, expected, words = CASES[case]
     (workdir / "empty.txt").write_text("")
     (workdir / "there.json").write_text("{}")
     before = sorted(path.name for path in workdir.iterdir())
-    status, _, err = line(*arguments)
+    status, _, err = run_cli(*arguments)
     assert status == expected
     assert words in err
     assert expected != 1 or err.count("\n") == 1
@@ -173,7 +173,7 @@ def test_one_line_and_nothing_written(case, workdir, line):
 
 
 @pytest.mark.parametrize("measured", ["heads", "layers"])
-def test_interrupted_or_on_a_full_disk(measured, workdir, line, monkeypatch):
+def test_interrupt_or_full_disk_leaves_no_files(measured, workdir, run_cli, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
@@ -187,17 +187,17 @@ def test_interrupted_or_on_a_full_disk(measured, workdir, line, monkeypatch):
         broken.setattr("crosshead.CrossheadLlamaForCausalLM.forward", stopped)
         broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
         broken.setattr("crosshead.conversion.compress.layer_probe.measure_losses", stopped)
-        status, out, err = line(*command)
+        status, out, err = run_cli(*command)
         assert (status, out, err.count("\n")) == (130, "", 1)
     with monkeypatch.context() as broken:
         broken.setattr("pathlib.Path.replace", full)
-        status, out, err = line(*command)
+        status, out, err = run_cli(*command)
         assert (status, out) == (1, "")
         assert err.startswith("crosshead: error: found.json") and err.count("\n") == 1
     assert sorted(path.name for path in workdir.iterdir()) == before
 
 
-def test_the_probe_is_what_conversion_measures(workdir):
+def test_layer_probe_matches_loss_of_converted_model(workdir):
     """The measured rise of one layer equals the rise of the loss of the model that `convert` writes."""
     import torch
     from torch.nn import functional
@@ -228,7 +228,7 @@ def test_the_probe_is_what_conversion_measures(workdir):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_budget_is_expected_to_lose_what_a_conversion_expects(given, workdir):
+def test_budget_expectation_matches_conversion_plan(given, workdir):
     from crosshead.conversion.compress.auto_layers import TRIAL_LENGTH, TRIALS
     from crosshead.conversion.compress.layer_probe import probe_budget
 

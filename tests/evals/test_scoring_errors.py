@@ -123,7 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_one_clear_line(command, workdir, capfd, monkeypatch):
+def test_refused_data_gives_one_line_error(command, workdir, capfd, monkeypatch):
     before = snapshot(workdir)
     status, out, err = run(capfd, monkeypatch, f"eval {command}")
     assert (status, out) == (1, "") and err.startswith("crosshead: error: ") and err.count("\n") == 1, err

@@ -17,7 +17,7 @@ from scoring_toys import write_class_folders
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_eval(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def ask(command):
@@ -32,7 +32,7 @@ def scores(report, model=0):
     return {row["metric"]: row["score"] for row in report["models"][model]["scores"]}
 
 
-def chances_of(folder, files):
+def probabilities_of(folder, files):
     """Return class probabilities (images, classes), computed image by image."""
     processor = ViTImageProcessorPil.from_pretrained(folder)
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
@@ -47,16 +47,16 @@ def chances_of(folder, files):
     ("backbone", "task"),
     [pytest.param("ViT", CLASSIFIER, marks=pytest.mark.slow), ("DeiT", f"{CLASSIFIER}WithTeacher")],
 )
-def test_accuracies_and_loss(backbone, task, line, tmp_path):
+def test_accuracy_top_5_and_loss_match_sklearn(backbone, task, run_eval, tmp_path):
     """Folders are named by class names or class numbers; their order differs from the order of the classes."""
     names = {index: f"kind {7 - index}" for index in range(7)}
     write_image_model(tmp_path / "model", backbone, task, num_labels=7, id2label=names)
     folders = {"kind 1": 6, "kind 2": 5, "kind 5": 2, "3": 3}
     write_class_folders(tmp_path / "images", list(folders), each=6)
     (tmp_path / "images" / "kind 5" / "notes.txt").write_text("no image")
-    report, out = line("model --data images")
+    report, out = run_eval("model --data images")
     files = sorted((tmp_path / "images").rglob("*.png"))
-    labels, chances = [folders[file.parent.name] for file in files], chances_of(tmp_path / "model", files)
+    labels, chances = [folders[file.parent.name] for file in files], probabilities_of(tmp_path / "model", files)
     metrics = scores(report)
     assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, chances.argmax(1)))
     assert metrics["top_5_accuracy"] == pytest.approx(top_k_accuracy_score(labels, chances, k=5, labels=range(7)))
@@ -65,19 +65,19 @@ def test_accuracies_and_loss(backbone, task, line, tmp_path):
     assert report["models"][0]["context"] is None and report["data"]["name"] == "images"
 
 
-def test_a_limit_takes_images_of_every_class(line, tmp_path):
+def test_limit_takes_images_of_every_class(run_eval, tmp_path):
     write_image_model(tmp_path / "model")
     write_class_folders(tmp_path / "images", ["LABEL_0", "LABEL_1", "LABEL_2"], each=4)
-    report, _ = line("model --data images --limit 3 --batch-size 2")
+    report, _ = run_eval("model --data images --limit 3 --batch-size 2")
     files = [tmp_path / "images" / f"LABEL_{label}" / "0.png" for label in range(3)]
-    chances = chances_of(tmp_path / "model", files)
+    chances = probabilities_of(tmp_path / "model", files)
     assert scores(report) == {
         "accuracy": pytest.approx(accuracy_score(range(3), chances.argmax(1))),
         "loss": pytest.approx(log_loss(range(3), chances), rel=1e-4),
     }
 
 
-def test_ours_beside_stock_and_transnext(line, tmp_path):
+def test_comparison_of_vit_and_transnext(run_eval, tmp_path):
     """Two models with mechanisms: a ViT and a TransNeXt with larger images."""
     config = CrossheadViTConfig(**toys.IMAGE_SIZES, mixers={"mixture": {"active_heads": 3}})
     toys.lopsided(CrossheadViTForImageClassification(config)).save_pretrained(tmp_path / "vit")
@@ -85,10 +85,10 @@ def test_ours_beside_stock_and_transnext(line, tmp_path):
     for name, size in (("vit", 16), ("transnext", 64)):
         ViTImageProcessorPil(size={"height": size, "width": size}).save_pretrained(tmp_path / name)
     write_class_folders(tmp_path / "images", ["0", "1", "2"])
-    report, _ = line("vit transnext --data images --compare")
+    report, _ = run_eval("vit transnext --data images --compare")
     files = sorted((tmp_path / "images").rglob("*.png"))
     for index, name in enumerate(("vit", "transnext")):
-        labels, chances = [int(file.parent.name) for file in files], chances_of(tmp_path / name, files)
+        labels, chances = [int(file.parent.name) for file in files], probabilities_of(tmp_path / name, files)
         assert scores(report, index)["loss"] == pytest.approx(log_loss(labels, chances), rel=1e-4)
     (comparison,) = report["compared"]
     assert [row["items"] for row in comparison["scores"]] == [12, 12]

@@ -15,14 +15,14 @@ from crosshead.evals.scoring.metrics import class_scores, token_scores, value_sc
 COUNT = 31
 
 
-def drawn(classes, seed=0):
+def random_classes(classes, seed=0):
     """Return random labels, and predictions that are often right."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(classes, size=COUNT)
     return labels, np.where(generator.random(COUNT) < 0.6, labels, generator.integers(classes, size=COUNT))
 
 
-def values(seed=0):
+def random_values(seed=0):
     """Return two correlated samples with ties."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 6, size=COUNT) / 2
@@ -35,7 +35,7 @@ def jackknife_error(metric, labels, predictions):
     return math.sqrt((COUNT - 1) / COUNT * ((estimates - estimates.mean()) ** 2).sum())
 
 
-def check(scores, truth, labels, predictions):
+def check_against_jackknife(scores, truth, labels, predictions):
     assert scores.keys() == truth.keys()
     for name, metric in truth.items():
         assert scores[name].value == pytest.approx(metric(labels, predictions), abs=1e-12), name
@@ -45,8 +45,8 @@ def check(scores, truth, labels, predictions):
 
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_classes(classes, seed):
-    labels, predictions = drawn(classes, seed)
+def test_class_scores_match_sklearn(classes, seed):
+    labels, predictions = random_classes(classes, seed)
     losses = torch.zeros(COUNT).double()
     results = class_scores(losses, torch.tensor(predictions), torch.tensor(labels), classes)
     scores = {score.metric: score for score in results if score.metric != "loss"}
@@ -56,18 +56,18 @@ def test_classes(classes, seed):
         name: lambda labels, predictions: f1_score(labels, predictions, average=average, zero_division=0),
         "matthews_correlation": matthews_corrcoef,
     }
-    check(scores, truth, labels, predictions)
+    check_against_jackknife(scores, truth, labels, predictions)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_values(seed):
-    labels, predictions = values(seed)
+def test_value_scores_match_scipy(seed):
+    labels, predictions = random_values(seed)
     scores = {score.metric: score for score in value_scores(torch.tensor(predictions), torch.tensor(labels))}
     truth = {"pearson": lambda *sides: pearsonr(*sides)[0], "spearman": lambda *sides: spearmanr(*sides)[0]}
-    check(scores, truth, labels, predictions)
+    check_against_jackknife(scores, truth, labels, predictions)
 
 
-def test_loss():
+def test_loss_matches_sklearn():
     generator = np.random.default_rng(0)
     chances = generator.dirichlet(np.ones(3), size=COUNT)
     labels = generator.integers(3, size=COUNT)
@@ -79,19 +79,19 @@ def test_loss():
 
 
 @pytest.mark.parametrize(("labels", "predictions"), [([0, 1, 1], [1, 1, 1]), ([1, 1, 1], [1, 1, 1]), ([0], [1])])
-def test_predictions_that_do_not_vary(labels, predictions):
+def test_class_scores_of_constant_predictions(labels, predictions):
     results = class_scores(torch.zeros(len(labels)).double(), torch.tensor(predictions), torch.tensor(labels), 2)
     scores = {score.metric: score.value for score in results}
     assert scores["f1"] == pytest.approx(f1_score(labels, predictions, zero_division=0))
     assert scores["matthews_correlation"] == 0
 
 
-def test_constant_values_have_no_correlation():
+def test_constant_values_have_zero_correlation():
     results = value_scores(torch.full((5,), 0.1).double(), torch.arange(5.0).double())
     assert [(score.value, score.items.standard_error()) for score in results] == [(0, 0), (0, 0)]
 
 
-def test_tokens():
+def test_token_scores_and_standard_errors():
     """Scores are means over tokens; the units of the standard error are windows."""
     losses, hits, tokens = torch.tensor([6.0, 2.0, 9.0]), torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3, 2, 4])
     loss, perplexity, accuracy = token_scores(losses.double(), hits.double(), tokens)
@@ -103,8 +103,8 @@ def test_tokens():
     assert perplexity.items.standard_error() == pytest.approx(error * math.exp(17 / 9))
 
 
-def test_the_difference_of_two_correlations_is_paired():
-    labels, predictions = values()
+def test_difference_of_correlations_is_paired():
+    labels, predictions = random_values()
     others = np.round(predictions + np.random.default_rng(5).normal(size=COUNT, scale=0.1), 1)
     sides = [value_scores(torch.tensor(each), torch.tensor(labels)) for each in (predictions, others)]
     for first, second, metric in zip(*sides, (pearsonr, spearmanr), strict=True):
@@ -122,7 +122,7 @@ def test_the_difference_of_two_correlations_is_paired():
         assert difference(first.items, first.items, True)["verdict"] == "equal"
 
 
-def test_correlations_of_many_rows_need_no_square_of_memory():
+def test_correlations_need_less_than_quadratic_memory():
     rows = 2000
     predictions, labels = torch.randn(2, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tracemalloc.start()

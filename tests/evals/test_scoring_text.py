@@ -24,7 +24,7 @@ COUNT = scoring_toys.COUNT
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_eval(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def ask(command):
@@ -51,12 +51,12 @@ def logits_of(folder, *texts):
 
 
 @pytest.mark.parametrize("suffix", ["tsv", pytest.param("jsonl", marks=pytest.mark.slow)])
-def test_a_classifier(suffix, line, tmp_path):
+def test_classifier_scores_match_sklearn(suffix, run_eval, tmp_path):
     scoring_toys.write_classifier(tmp_path / "model", num_labels=2)
     labels = classes(COUNT, 2)
     rows = labelled(labels)
     write_rows(tmp_path / f"rows.{suffix}", rows)
-    report, out = line(f"model --data rows.{suffix}")
+    report, out = run_eval(f"model --data rows.{suffix}")
     predictions = logits_of(tmp_path / "model", [row["sentence"] for row in rows]).argmax(1).tolist()
     assert 0 < sum(predictions) < COUNT
     metrics = scores(report)
@@ -66,12 +66,15 @@ def test_a_classifier(suffix, line, tmp_path):
     assert report["data"]["name"] == f"rows.{suffix}" and len(report["data"]["sha256"]) == 64
     assert f"{metrics['accuracy']:.4f}" in out and f"rows.{suffix}" in out and "wrote eval.json" in out
     assert (
-        line(f"model --data rows.{suffix} --batch-size 1")[0]["models"][0]["scores"][0]["score"] == metrics["accuracy"]
+        run_eval(f"model --data rows.{suffix} --batch-size 1")[0]["models"][0]["scores"][0]["score"]
+        == metrics["accuracy"]
     )
-    assert [row["items"] for row in line(f"model --data rows.{suffix} --limit 5")[0]["models"][0]["scores"]] == [5] * 4
+    assert [row["items"] for row in run_eval(f"model --data rows.{suffix} --limit 5")[0]["models"][0]["scores"]] == [
+        5
+    ] * 4
 
 
-def test_pairs_of_texts_and_names_of_classes(line, tmp_path):
+def test_text_pairs_and_class_names(run_eval, tmp_path):
     """The second text has another token type; a label is matched to class names before class numbers."""
     names = {0: "no", 1: "maybe", 2: "2", 3: "yes"}
     scoring_toys.write_classifier(tmp_path / "stock", num_labels=4, id2label=names)
@@ -79,7 +82,7 @@ def test_pairs_of_texts_and_names_of_classes(line, tmp_path):
     labels = classes(COUNT, 4)
     rows = labelled([names[label] for label in labels], premise=4, hypothesis=5)
     write_rows(tmp_path / "rows.jsonl", rows)
-    report, _ = line("stock model --data rows.jsonl --compare")
+    report, _ = run_eval("stock model --data rows.jsonl --compare")
     assert AutoTokenizer.from_pretrained(tmp_path / "stock")("w5", "w6")["token_type_ids"] == [0, 0, 0, 1, 1]
     logits = logits_of(tmp_path / "stock", *([row[name] for row in rows] for name in ("premise", "hypothesis")))
     metrics = scores(report)
@@ -91,12 +94,12 @@ def test_pairs_of_texts_and_names_of_classes(line, tmp_path):
     assert report["compared"][0]["scores"][0]["verdict"] == "equal"
 
 
-def test_a_regression(line, tmp_path):
+def test_regression_scores_match_scipy(run_eval, tmp_path):
     scoring_toys.write_classifier(tmp_path / "model", num_labels=1)
     scoring_toys.write_classifier(tmp_path / "other", num_labels=1, seed=1)
     rows = labelled([label / 2 for label in classes(COUNT, 11)], sentence1=4, sentence2=5)
     write_rows(tmp_path / "rows.tsv", rows)
-    report, _ = line("model other --data rows.tsv --compare")
+    report, _ = run_eval("model other --data rows.tsv --compare")
     for index, folder in enumerate(("model", "other")):
         sides = [[row[name] for row in rows] for name in ("sentence1", "sentence2")]
         predictions, labels = logits_of(tmp_path / folder, *sides)[:, 0], [row["label"] for row in rows]
@@ -108,28 +111,28 @@ def test_a_regression(line, tmp_path):
 
 
 @pytest.mark.parametrize("padding", [0, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_decoder(padding, line, tmp_path):
+def test_decoder_classifier_reads_the_last_token(padding, run_eval, tmp_path):
     """The classifier reads the last token, which it finds by the padding token."""
     config = toys.mixed_config("Llama", {"talking": {}}, num_labels=3, pad_token_id=padding)
     model = toys.lopsided(crosshead.CrossheadLlamaForSequenceClassification(config))
     scoring_toys.write_decoder_classifier(model, tmp_path / "model")
     rows = labelled(classes(COUNT, 3), question=6, sentence=7)
     write_rows(tmp_path / "rows.jsonl", rows)
-    report, _ = line("model --data rows.jsonl")
+    report, _ = run_eval("model --data rows.jsonl")
     logits = logits_of(tmp_path / "model", *([row[name] for row in rows] for name in ("question", "sentence")))
     labels = torch.tensor([row["label"] for row in rows])
     assert scores(report)["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), rel=1e-4)
     assert report["models"][0]["model_type"] == "crosshead_llama"
 
 
-def test_an_encoder_with_a_decoder(line, tmp_path):
+def test_t5_classifier_reads_the_eos_token(run_eval, tmp_path):
     """The classifier reads the EOS token, which this tokenizer does not add."""
     config = transformers.T5Config(**toys.stock_model("T5").config.to_diff_dict() | {"num_labels": 3})
     model = transformers.T5ForSequenceClassification(config).eval()
     scoring_toys.write_decoder_classifier(model, tmp_path / "model")
     rows = labelled(classes(COUNT, 3))
     write_rows(tmp_path / "rows.jsonl", rows)
-    metrics = scores(line("model --data rows.jsonl")[0])
+    metrics = scores(run_eval("model --data rows.jsonl")[0])
     tokenizer, losses = AutoTokenizer.from_pretrained(tmp_path / "model"), []
     for row in rows:
         ids = torch.tensor([[*tokenizer(row["sentence"])["input_ids"], config.eos_token_id]])
@@ -137,11 +140,11 @@ def test_an_encoder_with_a_decoder(line, tmp_path):
     assert metrics["loss"] == pytest.approx(sum(losses) / COUNT, rel=1e-4)
 
 
-def test_long_texts_are_cut(line, tmp_path):
+def test_long_texts_are_truncated_and_counted(run_eval, tmp_path):
     scoring_toys.write_classifier(tmp_path / "model", num_labels=2, max_position_embeddings=8)
     rows = labelled(classes(COUNT, 2))
     write_rows(tmp_path / "rows.tsv", rows)
-    report, out = line("model --data rows.tsv")
+    report, out = run_eval("model --data rows.tsv")
     cut = sum(len(row["sentence"].split()) > 6 for row in rows)
     assert {row["items_cut"] for row in report["models"][0]["scores"]} == {cut} and 0 < cut < COUNT
     assert f"{cut} of {COUNT}" in out and "their end" in out
@@ -153,12 +156,12 @@ def opened(folder):
 
 
 @pytest.mark.parametrize("backbone", [pytest.param("Bert", marks=pytest.mark.slow), "Albert"])
-def test_masked_tokens(backbone, line, tmp_path):
+def test_masked_language_model_scores(backbone, run_eval, tmp_path):
     scoring_toys.write_masked(tmp_path / "model", backbone)
     (tmp_path / "texts" / "more").mkdir(parents=True)
     scoring_toys.write_prose(tmp_path / "texts" / "a.txt", 300)
     scoring_toys.write_prose(tmp_path / "texts" / "more" / "b.txt", 100, seed=4)
-    report, _ = line("model --data texts")
+    report, _ = run_eval("model --data texts")
     data = windows.MaskedWindows(opened(tmp_path / "model"), tmp_path / "texts", None, 128)
     assert [len(window) for window in data.tokens] == [126, 126, 48, 100]
     model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "model")
@@ -182,24 +185,24 @@ def test_masked_tokens(backbone, line, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", ["Bert", "Albert"])
-def test_a_model_with_a_second_head_is_scored_by_its_first(backbone, line, tmp_path):
+def test_pretraining_model_is_scored_by_its_masked_language_head(backbone, run_eval, tmp_path):
     scoring_toys.write_masked(tmp_path / "two", backbone, task="ForPreTraining")
     scoring_toys.write_prose(tmp_path / "text.txt", 300)
-    first, _ = line("two --data text.txt")
+    first, _ = run_eval("two --data text.txt")
     model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "two")
     model.save_pretrained(tmp_path / "one")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "two" / name, tmp_path / "one" / name)
-    second, _ = line("one --data text.txt")
+    second, _ = run_eval("one --data text.txt")
     assert scores(first) == pytest.approx(scores(second))
 
 
-def test_masks_are_the_same_for_every_model(line, tmp_path):
-    """Masks do not depend on the model or its context, nor on the version of crosshead."""
+def test_masked_positions_are_the_same_for_every_model(run_eval, tmp_path):
+    """Neither the context of the model nor the version of crosshead changes them."""
     scoring_toys.write_masked(tmp_path / "model")
     scoring_toys.write_masked(tmp_path / "short", "Albert", max_position_embeddings=64)
     scoring_toys.write_prose(tmp_path / "text.txt", 300)
-    report, _ = line("model short --data text.txt --compare")
+    report, _ = run_eval("model short --data text.txt --compare")
     assert [model["context"] for model in report["models"]] == [64, 64]
     assert {row["items"] for row in report["compared"][0]["scores"]} == {5}
     data = [
@@ -213,7 +216,7 @@ PINNED = {"places": [19, 20, 27, 34, 41, 46, 51, 56, 60], "spans": [(40, 41), (4
 
 
 @pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_span_corruption(ours, line, tmp_path):
+def test_t5_span_corruption_scores(ours, run_eval, tmp_path):
     mixers = {"encoder": {"mixture": {"active_heads": 3}}}
     model = toys.mixed_model("T5", mixers, vocab_size=100) if ours else None
     scoring_toys.write_t5(tmp_path / "model", model)
@@ -248,7 +251,7 @@ def restored(inputs, answer):
 
 
 @pytest.mark.parametrize("length", [2, 3, 10, 17, 100, 512])
-def test_spans(length):
+def test_noise_span_lengths_and_bounds(length):
     generator = torch.Generator().manual_seed(0)
     spans = windows.noise_spans(length, generator)
     noise = max(1, round(0.15 * length))
@@ -257,5 +260,5 @@ def test_spans(length):
     assert all(before < after for before, after in pairwise(bounds)) and bounds[-1] == length
 
 
-def test_spans_stay_the_same():
+def test_noise_spans_of_the_default_seed_are_unchanged():
     assert windows.noise_spans(60, torch.Generator().manual_seed(windows.SEED)) == PINNED["spans"]
