@@ -41,7 +41,7 @@ TOKENS = {  # in two parts each, so that no scanner takes this file for a leak
 
 
 @pytest.mark.parametrize("service", TOKENS)
-def test_tokens_are_found(service):
+def test_pattern_finds_tokens_of_services(service):
     token = TOKENS[service]
     texts = (token, f"key: {token}", f"Bearer {token}.", f"https://x:{token}@host/a", f"?key={token}&b", f"'{token}'")
     for text in (*texts, f"a\n{token}\nb", f"a\t{token}"):
@@ -59,36 +59,36 @@ WORDS = [
 ]
 
 
-def test_words_and_names_are_no_tokens():
+def test_words_and_names_are_not_matched():
     assert [word for word in WORDS if TOKEN.search(word)] == []
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     assert TOKEN.search(json.dumps({"model": {"vocab": vocabulary, "merges": WORDS}})) is None
 
 
-def test_plain_text_holds_no_tokens():
+def test_plain_text_is_not_matched():
     assert TOKEN.search("\n".join(map(topics.get, sorted(topics)))) is None
 
 
 @pytest.mark.parametrize("encode", [base64.b16encode, base64.b32encode, base64.b64encode, bytes.hex])
-def test_digests_are_no_tokens(encode):
+def test_digests_are_not_matched(encode):
     digests = [hashlib.sha256(str(number).encode()).digest() for number in range(5000)]
     texts = [encode(digest) for digest in (*digests, b"".join(digests))]
     texts = [text if isinstance(text, str) else text.decode() for text in texts]
     assert [text for text in texts if TOKEN.search(text) or TOKEN.search(f"sha256-{text}")] == []
 
 
-def test_identifiers_are_no_tokens():
+def test_uuids_are_not_matched():
     identifiers = [str(uuid.UUID(int=number * 0x9E3779B97F4A7C15F39CC0605CEDC834 % 2**128)) for number in range(5000)]
     assert TOKEN.search("\n".join(identifiers)) is None
 
 
-def test_the_pattern_stands_once():
+def test_pattern_is_defined_in_one_module():
     sources = [path for folder in rules.FOLDERS for path in (rules.ROOT / folder).rglob("*.py")]
     assert [path.name for path in sources if "github_pat_" in path.read_text(encoding="utf-8")] == ["access_tokens.py"]
 
 
 @pytest.mark.parametrize("service", ["GitLab", "Slack bot", "Google API key", "Google OAuth", "JSON web token"])
-def test_a_folder_with_one_is_not_published(tmp_path, service):
+def test_file_with_token_is_not_published(tmp_path, service):
     path = tmp_path / "note.txt"
     path.write_text(f"of\nlines\n{TOKENS[service]}\n")
     with pytest.raises(published.FolderError, match=r"note\.txt.*token") as caught:

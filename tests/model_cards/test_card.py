@@ -40,7 +40,7 @@ def made(whole, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
@@ -56,11 +56,11 @@ def numbers(text, word):
     return re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2])
 
 
-def test_a_card_tells_what_the_records_say(made, line):
+def test_card_shows_measurements_from_records(made, run_cli):
     (made / "training.json").write_text(json.dumps(training()))
     write_report(Path("eval.json"), "source", "made", compared=True)
     write_stock(Path("source"))
-    status, out, err = line("card made --eval eval.json")
+    status, out, err = run_cli("card made --eval eval.json")
     assert (status, err) == (0, "") and "made/README.md" in out
     text = (made / "README.md").read_text()
     measured = json.loads((made / "conversion.json").read_text())["verification"]
@@ -78,7 +78,7 @@ def test_a_card_tells_what_the_records_say(made, line):
     assert "@misc{zhou2025knocking" in text
 
 
-def test_the_head_is_what_the_hub_wants(made):
+def test_card_metadata_for_the_hub(made):
     (made / "training.json").write_text(json.dumps(training()))
     write_card(made, [write_report(Path("eval.json"), "made", limit=50)])
     head = metadata_load(made / "README.md")
@@ -98,7 +98,7 @@ def test_the_head_is_what_the_hub_wants(made):
     assert (results[0].source_name, results[-1].source_name) == ("lm-evaluation-harness", None)
 
 
-def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
+def test_card_passes_hub_validation(made, monkeypatch):
     write_card(made, [write_report(Path("eval.json"), "made")])
     card = ModelCard.load(made / "README.md")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -111,7 +111,7 @@ def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
     assert "POST /api/validate-yaml" in hub.requests
 
 
-def test_nothing_was_measured(tmp_path):
+def test_card_without_measurements_says_not_measured(tmp_path):
     folder = converted(tmp_path / "bare", verify=False)
     text = write_card(folder).read_text()
     shown = section(text, "Measured")
@@ -123,7 +123,7 @@ def test_nothing_was_measured(tmp_path):
     assert section(text, "Measured").count(NOT_MEASURED) == 2
 
 
-def test_the_example_on_the_card_runs(made, capsys):
+def test_python_examples_on_card_run(made, capsys):
     examples = re.findall(r"```python\n(.*?)```", write_card(made).read_text(), re.DOTALL)
     assert len(examples) == 2
     exec(compile("\n".join(examples), "README.md", "exec"), names := {})
@@ -132,26 +132,26 @@ def test_the_example_on_the_card_runs(made, capsys):
     assert capsys.readouterr().out
 
 
-def test_a_folded_model_is_a_stock_one(made, line):
+def test_card_of_folded_model_describes_stock_model(made, run_cli):
     crosshead.convert(write_stock(Path("source")), "linear", {"knocking": {"form": "linear"}}, verify=False)
-    assert line("fold linear stock --no-verify")[0] == 0
+    assert run_cli("fold linear stock --no-verify")[0] == 0
     text = write_card(Path("stock")).read_text()
     assert "crosshead fold linear stock" in text and "@misc" not in text
     assert "trust_remote_code" not in text and "custom_code" not in metadata_load("stock/README.md")["tags"]
 
 
-def test_an_edited_card_is_kept(made, line):
+def test_edited_card_is_replaced_only_with_overwrite(made, run_cli):
     path = write_card(made)
     before = path.read_text()
-    assert line("card made")[0] == 0 and path.read_text() == before
+    assert run_cli("card made")[0] == 0 and path.read_text() == before
     path.write_text(edited := before.replace("## Limits", "## Limits\n\nMine."))
-    status, out, err = line("card made")
+    status, out, err = run_cli("card made")
     assert (status, out) == (1, "") and err.startswith("crosshead: error: made/README.md")
     assert err.count("\n") == 1 and path.read_text() == edited
-    assert line("card made --overwrite")[0] == 0 and path.read_text() == before
+    assert run_cli("card made --overwrite")[0] == 0 and path.read_text() == before
 
 
-def test_what_a_card_knew_of_its_origin_stays(made):
+def test_licence_and_base_model_of_existing_card_are_kept(made):
     path = write_card(made)
     path.write_text(path.read_text().replace("---\n", "---\nlicense: mit\nbase_model: org/base\n", 1))
     text = write_card(made, overwrite=True).read_text()
@@ -159,7 +159,7 @@ def test_what_a_card_knew_of_its_origin_stays(made):
     assert write_card(made).read_text() == text
 
 
-def test_scores_stay_with_the_model_and_name_no_place(made):
+def test_scores_are_stored_with_model_without_local_paths(made):
     path = str(made.resolve())
     write_card(made, [write_report(Path("eval.json"), str(made.parent.resolve() / "source"), path, compared=True)])
     evaluation = (made / "evaluation.json").read_text()
@@ -171,16 +171,16 @@ def test_scores_stay_with_the_model_and_name_no_place(made):
     assert "compared" not in json.loads((made / "evaluation.json").read_text())["evaluations"][0]
 
 
-def test_the_result_of_a_run_is_called_as_the_run(made):
+def test_title_of_training_result_is_the_name_of_the_run(made):
     (made / "training.json").write_text(json.dumps(training("runs/")))
     result = made.rename("model")
     assert write_card(result).read_text().split("\n# ")[1].startswith("run\n")
 
 
 @pytest.mark.parametrize("file", ["conversion.json", "training.json", "evaluation.json"])
-def test_a_file_of_somebody_else(made, line, file):
+def test_record_with_unknown_content_is_refused(made, run_cli, file):
     (made / file).write_text('{"what": 1}')
-    status, out, err = line("card made")
+    status, out, err = run_cli("card made")
     assert (status, out, err.count("\n")) == (1, "", 1) and f"made/{file}" in err
 
 
@@ -193,16 +193,16 @@ def test_a_file_of_somebody_else(made, line, file):
         (None, "eval.json"),
     ],
 )
-def test_scores_of_something_else(made, line, content, words):
+def test_eval_report_of_other_model_or_format_is_refused(made, run_cli, content, words):
     before = sorted(os.listdir(made))
     if content is not None:
         Path("eval.json").write_text(json.dumps(content))
-    status, out, err = line("card made --eval eval.json")
+    status, out, err = run_cli("card made --eval eval.json")
     assert (status, out, err.count("\n")) == (1, "", 1) and words in err
     assert sorted(os.listdir(made)) == before
 
 
-def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
+def test_scores_of_same_named_folder_elsewhere_are_refused(made):
     other = Path(shutil.copytree(made, "elsewhere/made"))
     with pytest.raises(CardError, match="elsewhere/made"):
         write_card(other, [write_report(Path("eval.json"), "made")])
@@ -218,13 +218,13 @@ def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
         ("card made --source other", 1, "--source other"),
     ],
 )
-def test_wrong_uses(made, line, command, status, words):
-    exit_status, out, err = line(command)
+def test_wrong_arguments_are_refused(made, run_cli, command, status, words):
+    exit_status, out, err = run_cli(command)
     assert exit_status == status and words in out + err
     assert not (made / "README.md").exists()
 
 
-def test_a_card_that_cannot_be_written_leaves_nothing(made, monkeypatch):
+def test_failed_card_write_leaves_no_files(made, monkeypatch):
     before = sorted(os.listdir(made))
 
     def full(self, *arguments, **options):
@@ -236,7 +236,7 @@ def test_a_card_that_cannot_be_written_leaves_nothing(made, monkeypatch):
     assert sorted(os.listdir(made)) == before
 
 
-def test_the_licence_of_a_folder(made):
+def test_licence_of_source_folder(made):
     Path("source").mkdir()
     Path("source/README.md").write_text("---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n# x\n")
     text = write_card(made, source="source").read_text()
@@ -246,7 +246,7 @@ def test_the_licence_of_a_folder(made):
     assert write_card(made).read_text() == text
 
 
-def test_the_licence_of_a_gguf_file(tmp_path, monkeypatch):
+def test_licence_of_gguf_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     metadata = {"general.license": "apache-2.0", "general.source.repo_url": "https://huggingface.co/org/base"}
     write_model(Path("toy.gguf"), model("Llama"), "Llama", **metadata)
@@ -256,7 +256,7 @@ def test_the_licence_of_a_gguf_file(tmp_path, monkeypatch):
     assert (head["base_model"], head["license"]) == ("org/base", "apache-2.0")
 
 
-def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
+def test_hub_source_gives_base_model_and_licence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = write_stock(Path("stock"))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
@@ -270,7 +270,7 @@ def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
     assert "crosshead convert org/base made" in text and f"--revision {COMMIT}" in text
 
 
-def test_an_encoder(tmp_path):
+def test_card_of_encoder(tmp_path):
     source = write_encoder(tmp_path / "source", task="ForTokenClassification")
     crosshead.convert(source, tmp_path / "made", {"gating": {}})
     write_card(tmp_path / "made")

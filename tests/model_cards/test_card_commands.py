@@ -32,7 +32,7 @@ train: {learning_rate: 1e-4, tokens: 128, batch_tokens: 64, micro_batch: 2, trai
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_cli(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     return lambda command: run(capfd, monkeypatch, command)
 
@@ -51,26 +51,26 @@ def line(capfd, monkeypatch, tmp_path):
         ),
     ],
 )
-def test_the_command_on_the_card_makes_the_same_model(tmp_path, line, arguments):
+def test_convert_command_on_card_reproduces_the_model(tmp_path, run_cli, arguments):
     write_stock(Path("source"))
     Path("text.txt").write_text("the cat sat on the mat, and the dogs ran down to the river. " * 40)
-    assert line(f"convert source made {arguments} --no-verify")[0] == 0
+    assert run_cli(f"convert source made {arguments} --no-verify")[0] == 0
     command = re.search(r"```sh\ncrosshead (convert .*)\n```", write_card(Path("made")).read_text())[1]
     before = {path.name: path.read_bytes() for path in Path("made").iterdir() if path.name != "README.md"}
     shutil.rmtree("made")
-    assert line(f"{command} --no-verify")[0] == 0, command
+    assert run_cli(f"{command} --no-verify")[0] == 0, command
     after = {path.name: path.read_bytes() for path in Path("made").iterdir()}
     assert {name for name in before if before[name] != after[name]} <= {"conversion.json"}
     assert json.loads(before["conversion.json"])["tensors"] == json.loads(after["conversion.json"])["tensors"]
 
 
 @pytest.mark.slow
-def test_the_recipe_on_the_card_is_the_one_that_was_run(line):
+def test_recipe_on_card_reproduces_the_training(run_cli):
     write_scorable(stock_model("Llama"), Path("source"))
     write_jsonl(Path("text.jsonl"), ["a quick brown fox, " * 20] * 8)
     Path("first.yaml").write_text(RECIPE)
-    assert line("convert source made --mixer knocking --no-verify")[0] == 0
-    status, _, err = line("train first.yaml")
+    assert run_cli("convert source made --mixer knocking --no-verify")[0] == 0
+    status, _, err = run_cli("train first.yaml")
     assert status == 0, err
     text = write_card(Path("run/model")).read_text()
     assert "crosshead train recipe.yaml" in text
@@ -79,34 +79,34 @@ def test_the_recipe_on_the_card_is_the_one_that_was_run(line):
     assert asdict(load_recipe("recipe.yaml")) == asdict(load_recipe("first.yaml"))
     before = Path("run/model/model.safetensors").read_bytes()
     shutil.rmtree("run")
-    assert line("train recipe.yaml")[0] == 0
+    assert run_cli("train recipe.yaml")[0] == 0
     assert Path("run/model/model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize("source", ["./typo", "/nowhere/typo", "a/b/c", "my model", "models/typo/", "x.gguf"])
-def test_a_source_that_is_nowhere(source, line, tmp_path):
+def test_missing_source_is_refused(source, run_cli, tmp_path):
     write_stock(Path("source"))
-    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    assert run_cli("convert source made --mixer knocking --no-verify")[0] == 0
     Path("made/conversion.json").unlink()
     with pytest.raises(ValueError, match=re.escape(source)):
         write_card(Path("made"), source=source)
     assert not Path("made/README.md").exists()
 
 
-def test_empty_values_of_a_config_stay(tmp_path):
+def test_recipe_yaml_keeps_empty_config_values(tmp_path):
     recipe = {"model": {"config": {"q_lora_rank": None, "layer_types": []}, "path": None}, "hub": None}
     assert yaml.safe_load(recipe_yaml(recipe)) == {"model": {"config": recipe["model"]["config"]}}
 
 
-def test_only_datasets_of_the_hub_are_named():
+def test_only_hub_datasets_are_listed():
     paths = ["allenai/c4", "./copy", "my data", "wikitext", "/data/x"]
     sources = [{"path": path, "kind": "hub"} for path in paths] + [{"path": "org/x", "kind": "jsonl"}]
     assert list(datasets({"data": {"sources": sources}})) == ["allenai/c4", "wikitext"]
 
 
-def test_the_source_that_a_training_recorded(line, monkeypatch):
+def test_source_is_read_from_training_json(run_cli, monkeypatch):
     write_stock(Path("source"))
-    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    assert run_cli("convert source made --mixer knocking --no-verify")[0] == 0
     Path("made/conversion.json").unlink()
     record = {"recipe": {"model": {"path": "org/source"}}, "metrics": {}, "processes": 1}
     record["source"] = {"kind": "hub", "name": "org/source", "revision": None}
@@ -125,17 +125,17 @@ def test_the_source_that_a_training_recorded(line, monkeypatch):
         ("evaluation.json", {"evaluations": [{"suite": None, "scores": [{"name": "x"}]}]}),
     ],
 )
-def test_incomplete_records(file, content, line):
+def test_incomplete_records_are_refused(file, content, run_cli):
     write_stock(Path("source"))
-    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    assert run_cli("convert source made --mixer knocking --no-verify")[0] == 0
     Path("made", file).write_text(json.dumps(content))
-    status, _, err = line("card made")
+    status, _, err = run_cli("card made")
     assert status == 1 and "a record of made is incomplete" in err and err.count("\n") == 1
     assert not Path("made/README.md").exists()
 
 
 @pytest.mark.parametrize(("version", "cited"), [(1, "2410.05258"), (2, "huggingface.co/blog/microsoft/diff-attn-v2")])
-def test_a_card_cites_the_paper_of_the_version(version, cited):
+def test_card_cites_paper_of_differential_version(version, cited):
     config = {"model_type": "crosshead_llama", "mixers": {"differential": {"version": version}}}
     facts = Facts(name="made", config=config)
     assert cited in "".join(citation(facts)) and "".join(citation(facts)).count("@misc") == 1

@@ -13,7 +13,7 @@ from scoring_toys import labelled, write_class_folders, write_rows
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_cli(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def ask(command):
@@ -35,13 +35,13 @@ def rows(folder):
     return {cells[1]: cells for cells in lines if len(cells) > 4}
 
 
-def test_a_classifier_beside_its_source(line, tmp_path):
+def test_card_scores_of_classifier_compared_with_source(run_cli, tmp_path):
     scoring_toys.write_classifier(tmp_path / "source", num_labels=2, max_position_embeddings=8)
     crosshead.convert("source", "made", {"knocking": {}}, verify=False)
     write_rows(tmp_path / "my+rows.tsv", labelled(scoring_toys.classes(24, 2)))
-    line("eval source made --data my+rows.tsv --compare --limit 20")
+    run_cli("eval source made --data my+rows.tsv --compare --limit 20")
     report = json.loads((tmp_path / "eval.json").read_text())
-    line("card made --eval eval.json")
+    run_cli("card made --eval eval.json")
     text = (tmp_path / "made" / "README.md").read_text()
     assert "sequence classification on `my+rows.tsv`, 20 items:" in text and "lm-evaluation-harness" not in text
     assert "their end was removed" in text
@@ -56,27 +56,27 @@ def test_a_classifier_beside_its_source(line, tmp_path):
     assert cells[4].startswith(f"{accuracy['score']:.4f} ± ") and cells[-1].endswith("equal")
     record = json.loads((tmp_path / "made" / "evaluation.json").read_text())["evaluations"][0]
     assert record["data"] == report["data"] and record["scores"] == report["models"][1]["scores"]
-    line("card made")  # again, from evaluation.json
+    run_cli("card made")  # again, from evaluation.json
 
 
 @pytest.mark.slow
-def test_an_image_classifier(line, tmp_path):
+def test_card_scores_of_image_classifier(run_cli, tmp_path):
     write_image_model(tmp_path / "source")
     crosshead.convert("source", "made", {"talking": {}}, verify=False)
     write_class_folders(tmp_path / "images", ["0", "1", "2"])
-    line("eval made --data images")
-    line("card made --eval eval.json")
+    run_cli("eval made --data images")
+    run_cli("card made --eval eval.json")
     scores = results(tmp_path / "made")
     assert scores["accuracy"].task_type == "image-classification" and scores.keys() == {"accuracy", "loss"}
     assert "image classification on `images`:" in (tmp_path / "made" / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_masked_language_model(line, tmp_path):
+def test_card_scores_of_masked_language_model(run_cli, tmp_path):
     scoring_toys.write_masked(tmp_path / "source")
     crosshead.convert("source", "made", {"gating": {}}, verify=False)
     scoring_toys.write_prose(tmp_path / "text.txt", 60)
-    line("eval made --data text.txt")
-    line("card made --eval eval.json")
+    run_cli("eval made --data text.txt")
+    run_cli("card made --eval eval.json")
     assert results(tmp_path / "made").keys() == {"loss", "perplexity", "accuracy"}
-    line("push made me/made --dry-run")
+    run_cli("push made me/made --dry-run")

@@ -85,7 +85,7 @@ def linked(folder):
     (folder / "gone.json").symlink_to(folder / "nowhere")
 
 
-def test_a_whole_model_may_go(made):
+def test_complete_model_folder_passes(made):
     files = check_folder(made)
     assert files == {path.name: path.stat().st_size for path in made.iterdir()}
     (made / "training.json").write_text(json.dumps(training("runs/")))
@@ -135,7 +135,7 @@ def test_a_whole_model_may_go(made):
         (metadata("/stores/me/run"), "'/stores/me/run'"),
     ],
 )
-def test_it_may_not(made, damage, words):
+def test_damaged_or_private_folder_is_refused(made, damage, words):
     damage(made)
     with pytest.raises(FolderError) as caught:
         check_folder(made)
@@ -153,20 +153,20 @@ def test_it_may_not(made, damage, words):
         strength=1,
     ),
 )
-def test_where_machines_keep_things(made, place, around):
+def test_machine_paths_are_refused(made, place, around):
     (made / "note.md").write_text(around.format(f"/{place}"))
     with pytest.raises(FolderError, match=rf"note\.md.*{place}"):
         check_folder(made)
 
 
 @pytest.mark.parametrize("place", ["C:\\Users\\me", "D:\\runs\\a", "C:/Users/me"])
-def test_where_windows_keeps_things(made, place):
+def test_windows_paths_are_refused(made, place):
     (made / "note.md").write_text(f"Trained in {place}.")
     with pytest.raises(FolderError, match=r"note\.md"):
         check_folder(made)
 
 
-def test_addresses_and_fractions_are_no_paths(made):
+def test_urls_and_fractions_are_not_taken_for_paths(made):
     sites = ("https://example.org/{}/x", "http://localhost:80/{}/x", "example.org/{}/x", "{{place}}/{}/x", "../{}/x")
     roots = ("home", "content", "data", "lustre", "nfs", "raid", "workspace", "kaggle", "tmp")
     (made / "note.md").write_text("\n".join(site.format(root) for site in sites for root in roots))
@@ -182,7 +182,7 @@ def test_addresses_and_fractions_are_no_paths(made):
         ["note.txt", "config.json", "card", "weights"],
     ),
 )
-def test_no_secret_goes_and_none_is_told(made, secret, before, place, monkeypatch):
+def test_secrets_are_refused_and_not_printed(made, secret, before, place, monkeypatch):
     monkeypatch.setenv("TRACKER_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", "another-token-of-the-hub")
     places = {"card": add_card, "weights": metadata, "note.txt": lambda text: write("note.txt", text)}
@@ -194,26 +194,26 @@ def test_no_secret_goes_and_none_is_told(made, secret, before, place, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["org/llama-sk-instruct-finetuned-2024", "runs/sk-learning-rate-sweep-of-2026"])
-def test_a_name_is_no_token(made, name):
+def test_model_names_are_not_taken_for_tokens(made, name):
     edit_json(made, "generation_config.json", note=name)
     assert check_folder(made)
 
 
 @pytest.mark.parametrize("token", ["sk-" + "a1B2" * 12, "sk-proj-" + "aB_1-" * 9, "sk-ant-api03-" + "x-Y_9" * 9])
-def test_keys_of_services_are_refused(made, token):
+def test_api_keys_are_refused(made, token):
     edit_json(made, "generation_config.json", note=token)
     with pytest.raises(FolderError, match="token"):
         check_folder(made)
 
 
-def test_the_hubs_own_token_is_known_wherever_it_comes_from(made, monkeypatch):
+def test_hub_token_of_the_environment_is_refused(made, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "a token that looks like none")
     edit_json(made, "generation_config.json", note="it is a token that looks like none!")
     with pytest.raises(FolderError, match=r"generation_config\.json.*token"):
         check_folder(made)
 
 
-def test_where_this_is_on_this_machine(made, monkeypatch):
+def test_path_of_the_containing_folder_is_refused(made, monkeypatch):
     deep = Path("one/two").resolve()
     deep.mkdir(parents=True)
     moved = Path(shutil.move(made, deep / "made"))
@@ -222,7 +222,7 @@ def test_where_this_is_on_this_machine(made, monkeypatch):
         check_folder(moved)
 
 
-def test_words_of_a_vocabulary_are_no_paths(made):
+def test_vocabulary_words_are_not_taken_for_paths(made):
     path = made / "tokenizer.json"
     content = json.loads(path.read_text())
     content["model"]["vocab"]["/usr/local"] = 60
@@ -231,7 +231,7 @@ def test_words_of_a_vocabulary_are_no_paths(made):
     assert "tokenizer.json" in check_folder(made)
 
 
-def test_one_file_of_weights(tmp_path):
+def test_truncated_single_weight_file_is_refused(tmp_path):
     folder = write_model(mixed_model("Qwen3", {"talking": {}}), tmp_path / "made")
     write_card(folder)
     assert "model.safetensors" in check_folder(folder)
@@ -240,7 +240,7 @@ def test_one_file_of_weights(tmp_path):
         check_folder(folder)
 
 
-def test_a_user_without_a_home(made, monkeypatch):
+def test_user_without_home_directory(made, monkeypatch):
     def unknown(user):
         raise KeyError(f"uid not found: {user}")
 

@@ -33,19 +33,19 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_folder_becomes_a_repository(folder, hub, private):
+def test_push_creates_repository_with_all_files(folder, hub, private):
     assert push(folder, "org/model", private).address == f"{hub.address}/org/model"
     repository = hub.repositories["org/model"]
     assert repository.files == FILES and repository.private == private and repository.commits == [MESSAGE]
     assert hub.tokens == {TOKEN}
 
 
-def test_private_unless_asked_and_in_ones_own_name(folder, hub):
+def test_push_is_private_and_in_own_namespace_by_default(folder, hub):
     assert push(folder, "model").address == f"{hub.address}/me/model"
     assert hub.repositories["me/model"].private
 
 
-def test_only_what_changed_goes_again(folder, hub):
+def test_second_push_uploads_only_changes(folder, hub):
     push(folder, "org/model")
     push(folder, "org/model")
     repository = hub.repositories["org/model"]
@@ -59,7 +59,7 @@ def test_only_what_changed_goes_again(folder, hub):
     )
 
 
-def test_an_old_public_repository_does_not_take_a_private_model(folder, hub):
+def test_private_push_to_public_repository_is_refused(folder, hub):
     hub.repositories["org/model"] = Repository({})
     with pytest.raises(PushError, match=r"org/model.* public"):
         push(folder, "org/model")
@@ -68,14 +68,14 @@ def test_an_old_public_repository_does_not_take_a_private_model(folder, hub):
     assert hub.repositories["org/model"].files == FILES
 
 
-def test_a_private_repository_stays_private(folder, hub, capsys):
+def test_private_repository_stays_private(folder, hub, capsys):
     push(folder, "org/model")
     publish(folder, "org/model", private=False)
     assert hub.repositories["org/model"].private and "private and stays so" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", ["create", "preupload", "batch", "commit"])
-def test_a_refusal_is_one_line(folder, hub, step):
+def test_refusal_by_the_hub_is_one_line_error(folder, hub, step):
     hub.repositories["org/model"] = Repository({}, private=True, refused=step)
     if step == "create":
         hub.repositories["org/model"].status = 403
@@ -87,7 +87,7 @@ def test_a_refusal_is_one_line(folder, hub, step):
 
 
 @pytest.mark.parametrize("step", ["create", "preupload", "batch", "stored", "commit", "validate-yaml"])
-def test_what_fails_for_a_moment_is_tried_again(folder, hub, step):
+def test_transient_hub_errors_are_retried(folder, hub, step):
     hub.failing[step] = 1
     (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     push(folder, "org/model")
@@ -96,7 +96,7 @@ def test_what_fails_for_a_moment_is_tried_again(folder, hub, step):
     assert hub.failing == {step: 0}
 
 
-def test_what_goes_on_failing_is_one_line_and_the_same_call_goes_on(folder, hub):
+def test_failed_push_resumes_without_uploading_again(folder, hub):
     hub.failing["commit"] = 9
     with pytest.raises(PushError, match=r"org/model.*500"):
         push(folder, "org/model")
@@ -108,7 +108,7 @@ def test_what_goes_on_failing_is_one_line_and_the_same_call_goes_on(folder, hub)
     assert len([line for line in hub.requests if line.startswith("PUT")]) == sent == 2
 
 
-def test_a_refused_token(folder, hub):
+def test_rejected_token_is_reported_without_retry(folder, hub):
     hub.accepted = {"hf_another"}
     with pytest.raises(PushError) as caught:
         push(folder, "org/model")
@@ -116,14 +116,14 @@ def test_a_refused_token(folder, hub):
     assert hub.repositories == {} and len([line for line in hub.requests if line.startswith("POST")]) == 1
 
 
-def test_a_card_that_the_hub_refuses_goes_nowhere(folder, hub):
+def test_invalid_card_stops_the_push(folder, hub):
     (folder / "README.md").write_text("---\nlicense: [mit]\n---\n")
     with pytest.raises(PushError, match=r"README\.md.*license") as caught:
         push(folder, "org/model")
     assert "\n" not in str(caught.value) and hub.repositories == {}
 
 
-def test_weights_of_an_earlier_model_go(folder, hub):
+def test_push_deletes_weights_of_earlier_model(folder, hub):
     push(folder, "org/model")
     repository = hub.repositories["org/model"]
     repository.files |= {"model.safetensors": b"old", "adapters/model.safetensors": b"kept", "handler.py": b"kept"}
@@ -135,7 +135,7 @@ def test_weights_of_an_earlier_model_go(folder, hub):
     assert repository.files.keys() == remaining | {"model-00001-of-00001.safetensors"}
 
 
-def test_a_tag_stays_where_it_is(folder, hub):
+def test_existing_tag_is_not_moved(folder, hub):
     pushed = push(folder, "org/model")
     repository = hub.repositories["org/model"]
     assert tag(pushed, "v1") is None
@@ -148,25 +148,25 @@ def test_a_tag_stays_where_it_is(folder, hub):
     assert tag(pushed, "v2") is None and repository.tags["v2"] == repository.commit
 
 
-def test_a_tag_that_is_refused(folder, hub):
+def test_refused_tag_raises_push_error(folder, hub):
     pushed = push(folder, "org/model")
     hub.repositories["org/model"].refused = "/tag/"
     with pytest.raises(PushError, match=r"org/model.*403"):
         tag(pushed, "v1")
 
 
-def test_without_a_connection(folder, hub, monkeypatch):
+def test_push_in_offline_mode_is_refused(folder, hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(PushError, match=r"org/model.*HF_HUB_OFFLINE"):
         push(folder, "org/model")
 
 
-def test_without_a_hub(folder, hub, monkeypatch):
+def test_unreachable_hub_raises_push_error(folder, hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(PushError, match=r"org/model.*\(.+\)"):
         push(folder, "org/model")
 
 
-def test_a_name_that_cannot_be(folder, hub):
+def test_invalid_repository_name_is_refused(folder, hub):
     with pytest.raises(PushError, match="a/b/c"):
         push(folder, "a/b/c")

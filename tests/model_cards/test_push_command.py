@@ -55,7 +55,7 @@ def made(whole, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
@@ -68,14 +68,14 @@ def hub(monkeypatch):
 
 
 @pytest.fixture
-def unloaded(monkeypatch):
+def without_reload_check(monkeypatch):
     """Skip the reload check: loading in a new process takes seconds, and two tests cover it."""
     monkeypatch.setattr("crosshead.conversion.verification.reload.reload_check", lambda folder, inputs, auto_class: {})
 
 
-def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded):
+def test_dry_run_lists_files_without_requests(made, run_cli, hub, without_reload_check):
     before = snapshot(made)
-    status, out, err = line("push made org/model --dry-run")
+    status, out, err = run_cli("push made org/model --dry-run")
     assert (status, err) == (0, "")
     *files, total = out.splitlines()
     assert {listed.split()[-1] for listed in files} == {path.name for path in made.iterdir()}
@@ -84,16 +84,16 @@ def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded
 
 
 @pytest.mark.slow
-def test_a_push(made, line, hub):
+def test_push_uploads_files_and_tags_the_release(made, run_cli, hub):
     hub.failing["commit"] = 1
-    status, out, err = line("push made org/model")
+    status, out, err = run_cli("push made org/model")
     assert (status, err) == (0, "") and f"{hub.address}/org/model" in out and release() in out
     repository = hub.repositories["org/model"]
     assert repository.private and repository.files == {path.name: path.read_bytes() for path in made.iterdir()}
     assert repository.tags == {release(): repository.commit} and hub.tokens == {TOKEN}
     before = repository.commit
     (made / "note.md").write_text("more\n")
-    status, out, err = line("push made org/model")
+    status, out, err = run_cli("push made org/model")
     assert status == 0 and release() in out and before[:12] in out
     assert repository.files["note.md"] == b"more\n" and "note.md" not in repository.at(release())
 
@@ -111,7 +111,7 @@ def test_a_push(made, line, hub):
         ("push bare org/model", 1, "`crosshead card bare`"),
     ],
 )
-def test_wrong_uses(made, line, hub, command, status, words):
+def test_wrong_arguments_are_refused(made, run_cli, hub, command, status, words):
     for name in ("foreign", "broken", "bare"):
         shutil.copytree(made, name)
     (made.parent / "bare/README.md").unlink()
@@ -121,18 +121,18 @@ def test_wrong_uses(made, line, hub, command, status, words):
     content["mixers"] = {"knocking": {"form": "unheard of"}}
     (made.parent / "broken/config.json").write_text(json.dumps(content))
     before = snapshot(made.parent)
-    exit_status, out, err = line(command)
+    exit_status, out, err = run_cli(command)
     assert exit_status == status and words in " ".join((out + err).split())
     assert status == 2 or (out == "" and err.count("\n") == 1)
     assert hub.repositories == {} and snapshot(made.parent) == before
 
 
-def test_a_public_repository_that_is_there(made, line, hub, unloaded):
+def test_existing_public_repository_needs_public_option(made, run_cli, hub, without_reload_check):
     hub.repositories["org/model"] = Repository({})
-    status, out, err = line("push made org/model")
+    status, out, err = run_cli("push made org/model")
     assert (status, out) == (1, "") and "org/model" in err and "public" in err
     assert hub.repositories["org/model"].files == {}
-    assert line("push made org/model --public")[0] == 0
+    assert run_cli("push made org/model --public")[0] == 0
     assert "config.json" in hub.repositories["org/model"].files
 
 
@@ -145,7 +145,7 @@ def folded(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line, monkeypatch):
+def test_pushed_models_load_from_hub_with_the_same_logits(tmp_path, hub, run_cli, monkeypatch):
     ids, expected = tokens(), {}
     models = {"folded": folded(tmp_path, monkeypatch)}
     for mechanism, mixers in MECHANISM_CASES.items():
@@ -154,7 +154,7 @@ def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line,
     for name, model in models.items():
         expected[f"org/{name}"] = model(ids).logits.detach()
         write_card(Path(name))
-        status, _, err = line(f"push {name} org/{name}")
+        status, _, err = run_cli(f"push {name} org/{name}")
         assert (status, err) == (0, "")
     assert not [name for name in hub.repositories["org/folded"].files if name.endswith(".py")]
     result = tmp_path / "logits.safetensors"
@@ -172,16 +172,20 @@ def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line,
         assert (loaded[name] - logits).abs().max() <= 1e-5 * logits.abs().max(), name
 
 
-def test_no_command_says_or_writes_a_secret(made, line, hub, unloaded):
+def test_commands_neither_print_nor_write_the_token(made, run_cli, hub, without_reload_check):
     write_report(Path("eval.json"), "made")
     results = [
-        line(f"{command}") for command in ("card made --eval eval.json", "push made org/model", "zoo", "card made")
+        run_cli(f"{command}") for command in ("card made --eval eval.json", "push made org/model", "zoo", "card made")
     ]
     hub.accepted = set()
-    results.append(line("push made org/model --debug"))
+    results.append(run_cli("push made org/model --debug"))
     content = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(content | {"note": TOKEN}))
-    results += [line("push made org/model --debug"), line("push made org/model --dry-run"), line("card made --debug")]
+    results += [
+        run_cli("push made org/model --debug"),
+        run_cli("push made org/model --dry-run"),
+        run_cli("card made --debug"),
+    ]
     assert [status for status, *_ in results] == [0, 0, 0, 0, 1, 1, 1, 0]
     assert "config.json" in results[5][2] and "token" in results[5][2]
     assert not any(TOKEN in text for _, out, err in results for text in (out, err))

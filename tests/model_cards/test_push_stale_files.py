@@ -63,7 +63,7 @@ def hub(monkeypatch):
         yield running
 
 
-def test_files_of_an_earlier_model_go_and_others_stay(folder, hub):
+def test_push_deletes_stale_model_files_and_keeps_others(folder, hub):
     existing = dict.fromkeys((*STALE, *OTHERS, *FILES), b"there before")
     repository = hub.repositories["org/model"] = Repository(existing, private=True)
     push(folder, "org/model")
@@ -71,7 +71,7 @@ def test_files_of_an_earlier_model_go_and_others_stay(folder, hub):
     assert repository.commits == [MESSAGE]
 
 
-def test_the_tag_is_that_of_the_upload(folder, hub):
+def test_tag_points_to_the_pushed_commit(folder, hub):
     """The tag names the pushed commit even if another one follows; the Hub is not asked for the newest commit."""
     pushed = push(folder, "org/model")
     repository = hub.repositories["org/model"]
@@ -83,5 +83,5 @@ def test_the_tag_is_that_of_the_upload(folder, hub):
     assert not [line for line in hub.requests[request_count:] if line.endswith("/api/models/org/model")]
 
 
-def test_a_push_without_changes_is_tagged_as_the_one_before(folder, hub):
+def test_push_without_changes_returns_the_previous_commit(folder, hub):
     assert push(folder, "org/model").commit == push(folder, "org/model").commit

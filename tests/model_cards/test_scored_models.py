@@ -22,7 +22,7 @@ def made(tmp_path, monkeypatch):
     return write_model(mixed_model("Llama", {"knocking": {}}), Path("made"))
 
 
-def shown(made, content):
+def recorded_scores(made, content):
     """Write the card from a report; return the recorded score and the recorded comparison."""
     Path("eval.json").write_text(json.dumps(content))
     write_card(made, [Path("eval.json")])
@@ -36,62 +36,62 @@ def with_fingerprints(content, *fingerprints):
     return content
 
 
-def test_a_model_of_the_same_name_is_not_taken_for_this_one(made):
+def test_same_named_model_elsewhere_is_not_matched(made):
     """Without fingerprints, a path to another folder does not match, even if that folder no longer exists."""
-    assert shown(made, report("elsewhere/made", "made"))[0] == SECOND
+    assert recorded_scores(made, report("elsewhere/made", "made"))[0] == SECOND
     with pytest.raises(CardError, match="made"):
-        shown(made, report("elsewhere/made"))
+        recorded_scores(made, report("elsewhere/made"))
 
 
-def test_the_fingerprint_finds_a_model_that_was_moved(made):
+def test_fingerprint_matches_a_moved_model(made):
     content = with_fingerprints(report("old/made", "older/made"), "0" * 64, model_fingerprint(made))
-    assert shown(made, content)[0] == SECOND
+    assert recorded_scores(made, content)[0] == SECOND
 
 
-def test_the_name_does_not_count_beside_a_fingerprint(made):
+def test_fingerprint_takes_precedence_over_name(made):
     with pytest.raises(CardError, match="made"):
-        shown(made, with_fingerprints(report("made"), "0" * 64))
+        recorded_scores(made, with_fingerprints(report("made"), "0" * 64))
     with pytest.raises(CardError, match="made"):
-        shown(made, with_fingerprints(report("org/made"), None))
+        recorded_scores(made, with_fingerprints(report("org/made"), None))
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_model_that_was_scored_twice_is_refused(made, marked):
+def test_model_scored_twice_is_refused(made, marked):
     content = report("made", "made")
     if marked:
         with_fingerprints(content, *[model_fingerprint(made)] * 2)
     with pytest.raises(CardError, match=r"made.* 2"):
-        shown(made, content)
+        recorded_scores(made, content)
     assert not (made / "README.md").exists()
 
 
-def test_each_model_has_its_own_comparison(made):
+def test_comparison_belongs_to_the_model_of_the_card(made):
     content = report("source", "other", "made", compared=True)
     content["compared"][1]["scores"][0]["change"] = 0.5
-    score, compared = shown(made, content)
+    score, compared = recorded_scores(made, content)
     assert score == THIRD and compared["scores"][0]["change"] == 0.5
     assert compared["before"][0]["score"] == FIRST
 
 
-def test_a_comparison_with_a_model_in_the_home(made):
+def test_comparison_with_a_model_under_home(made):
     """Older reports hold the expanded path among the models, but `~` as typed in the comparison."""
     content = report(str(Path("~/first").expanduser()), "made", compared=True)
     content["compared"][0]["first"] = "~/first"
-    assert shown(made, content)[1]["with"] == "first"
+    assert recorded_scores(made, content)[1]["with"] == "first"
 
 
-def test_scores_of_one_item_have_no_interval(made):
+def test_scores_of_one_item_are_shown_without_interval(made):
     content = report("source", "made", compared=True)
     content["compared"][0]["scores"][0]["interval"] = None
-    shown(made, content)
+    recorded_scores(made, content)
     assert "| +0.0100 unclear |" in (made / "README.md").read_text()
 
 
-def test_kept_scores_do_not_outlive_the_weights(made):
-    shown(made, with_fingerprints(report("made"), model_fingerprint(made)))
+def test_stored_scores_of_a_changed_model_are_refused(made):
+    recorded_scores(made, with_fingerprints(report("made"), model_fingerprint(made)))
     write_card(made)
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
     with pytest.raises(CardError, match=r"evaluation\.json"):
         write_card(made)
-    shown(made, with_fingerprints(report("made"), model_fingerprint(made)))
+    recorded_scores(made, with_fingerprints(report("made"), model_fingerprint(made)))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("zoo")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def zoo_folder(tmp_path_factory):
     """The folder of pages that `crosshead zoo --write` produces from the committed measurements."""
     folder = tmp_path_factory.mktemp("zoo") / "model_cards"
     for name in ("model_cards/measured", "evals/results"):
@@ -44,9 +44,9 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(written):
+def generated_pages(zoo_folder):
     """Text of each generated page, by relative path."""
-    return pages_in(written)
+    return pages_in(zoo_folder)
 
 
 @pytest.fixture
@@ -64,49 +64,49 @@ def pages_in(folder):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-def test_the_pages_are_up_to_date(made):
+def test_committed_pages_are_up_to_date(generated_pages):
     committed = pages_in(CARDS)
-    stale = {name for name in made | committed if committed.get(name) != made.get(name)}
+    stale = {name for name in generated_pages | committed if committed.get(name) != generated_pages.get(name)}
     assert not stale, "run `crosshead zoo --write model_cards`"
 
 
-def test_pages_of_recipes_that_are_gone_go_too(written):
-    assert not (written / "small/old_recipe.md").exists()
-    assert (written / "small/notes.md").read_text() == "mine"
-    assert not list(written.parent.rglob("*.partial"))
+def test_pages_of_removed_recipes_are_deleted(zoo_folder):
+    assert not (zoo_folder / "small/old_recipe.md").exists()
+    assert (zoo_folder / "small/notes.md").read_text() == "mine"
+    assert not list(zoo_folder.parent.rglob("*.partial"))
 
 
-def test_every_recipe_has_a_card_that_the_hub_would_take(made):
+def test_every_recipe_has_a_valid_card(generated_pages):
     recipes = {name for name, path in shipped_recipes().items() if "\nsweep:" not in path.read_text()}
-    assert {f"{name}.md" for name in recipes} == made.keys() - {"README.md", "zoo.json"}
+    assert {f"{name}.md" for name in recipes} == generated_pages.keys() - {"README.md", "zoo.json"}
     for name in recipes:
-        data = ModelCard(made[f"{name}.md"]).data
+        data = ModelCard(generated_pages[f"{name}.md"]).data
         assert data.library_name == ("diffusers" if "dit" in name else "transformers") and "crosshead" in data.tags
-        assert list(faults(made[f"{name}.md"])) == []
+        assert list(faults(generated_pages[f"{name}.md"])) == []
         if not (CARDS / zoo.MEASURED / name).exists():
-            assert data.eval_results is None and made[f"{name}.md"].count(NOT_MEASURED) >= 2, name
+            assert data.eval_results is None and generated_pages[f"{name}.md"].count(NOT_MEASURED) >= 2, name
 
 
-def test_every_page_is_linked(made):
-    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", made["README.md"]))
-    assert linked == made.keys() - {"README.md", "zoo.json"}
+def test_readme_links_every_page(generated_pages):
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", generated_pages["README.md"]))
+    assert linked == generated_pages.keys() - {"README.md", "zoo.json"}
 
 
-def test_the_list(line):
-    status, out, err = line("zoo")
+def test_zoo_command_lists_models(run_cli):
+    status, out, err = run_cli("zoo")
     assert (status, err) == (0, "")
     rows = out.splitlines()
     content = json.loads((CARDS / "zoo.json").read_text())["models"]
     assert len(rows) == 1 + len(content) and rows[0].startswith("model")
     assert all(entry["recipe"] in row for entry, row in zip(content, rows[1:], strict=True))
-    assert json.loads(line("zoo --json")[1]) == content
+    assert json.loads(run_cli("zoo --json")[1]) == content
 
 
-def test_what_was_measured_shows(tmp_path, few_recipes):
+def test_measurements_are_shown_on_pages(tmp_path, few_recipes):
     folder = tmp_path / "measured/small/smollm2_knocking"
     folder.mkdir(parents=True)
     (folder / "training.json").write_text(json.dumps(training()))
@@ -121,7 +121,7 @@ def test_what_was_measured_shows(tmp_path, few_recipes):
     assert card.count(NOT_MEASURED) < pages["small/smollm2_talking.md"].count(NOT_MEASURED)
 
 
-def test_a_short_run_shows_as_one(tmp_path, few_recipes):
+def test_short_run_is_shown_without_eval_results(tmp_path, few_recipes):
     (tmp_path / SHORT_RUNS).parent.mkdir(parents=True)
     run = {"source": 3.0, "before": 5.5, "after": 3.25, "tokens": 12_000, "tokens_a_step": 600, "learning_rate": 1e-4}
     (tmp_path / SHORT_RUNS).write_text(json.dumps({"mixture": run | {"curve": []}}))
@@ -143,12 +143,12 @@ def test_a_short_run_shows_as_one(tmp_path, few_recipes):
         ("zoo small", 2, "(small)"),
     ],
 )
-def test_wrong_uses(line, command, status, words):
-    exit_status, out, err = line(command)
+def test_wrong_arguments_are_refused(run_cli, command, status, words):
+    exit_status, out, err = run_cli(command)
     assert (exit_status, out) == (status, "") and words in err
 
 
-def test_a_model_of_several_stages_names_its_source():
+def test_multi_stage_recipe_names_base_model_and_commands():
     entry_of = {entry["recipe"]: entry for entry in zoo.read_zoo()}
     stages = entry_of["papers/mea_qwen3_30b_full"]
     assert stages["base_model"] == "Qwen/Qwen3-30B-A3B"
