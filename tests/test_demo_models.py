@@ -19,18 +19,18 @@ MADE = ["knocking", "explicit", "mixture", "explicit-trained"]
 
 
 @pytest.fixture
-def line(capfd, monkeypatch, tmp_path):
+def run_cli(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     return lambda command: run(capfd, monkeypatch, command)
 
 
 @pytest.mark.slow
-def test_a_folder(line, tmp_path):
+def test_demo_of_model_folder(run_cli, tmp_path):
     """With a single key/value head, `explicit` cannot shrink the cache: the demo skips it."""
     model = stock_model("Qwen3", num_key_value_heads=1, max_position_embeddings=1024)
     write_scorable(model, tmp_path / "mine")
     before = snapshot(tmp_path)
-    status, out, err = line("demo --model mine --out here")
+    status, out, err = run_cli("demo --model mine --out here")
     assert status == 0
     assert {"explicit", "2", "1"} <= {*err.splitlines()[0].split()}
     rows = check_made(tmp_path / "here", out, ["mine-knocking", "mine-mixture", "mine-mixture-trained"])
@@ -40,7 +40,7 @@ def test_a_folder(line, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_name_on_the_hub(tmp_path):
+def test_demo_of_hub_model(tmp_path):
     """In a subprocess with a local test Hub; the second run downloads no weights."""
     model = stock_model("Qwen2", max_position_embeddings=1024)
     files = {file.name: file.read_bytes() for file in write_scorable(model, tmp_path / "mine").iterdir()}
@@ -67,18 +67,18 @@ def test_a_name_on_the_hub(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gguf_file(line, tmp_path):
+def test_demo_of_gguf_file(run_cli, tmp_path):
     """The GGUF file is unpacked into a stock checkpoint, the baseline of the comparison."""
     model = gguf_toys.model("Llama", max_position_embeddings=1024)
     gguf_toys.write_model(tmp_path / "toy.Q8.gguf", model, "Llama", {"weight": "Q8_0"})
-    status, out, err = line("demo --model toy.Q8.gguf --out here")
+    status, out, err = run_cli("demo --model toy.Q8.gguf --out here")
     assert status == 0, err
     rows = check_made(tmp_path / "here", out, [f"toy.Q8-{name}" for name in MADE])
     assert rows["source"]["model"] == "here/toy.Q8"
     assert json.loads((tmp_path / "here" / "toy.Q8" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_gguf_of_ones_own_is_named_by_its_file(tmp_path):
+def test_gguf_model_is_labelled_by_its_file_name(tmp_path):
     gguf_toys.write_model(tmp_path / "inside" / "toy.Q8.gguf", gguf_toys.model("Llama"), "Llama")
     start = own(str(tmp_path / "inside"), tmp_path / "out")
     assert (start.label, start.heads) == ("toy.Q8", (4, 2))

@@ -60,13 +60,13 @@ def workspace(toys, monkeypatch):
     return toys
 
 
-def with_commands():
+def documents_with_commands():
     return [name for name, commands in COMMANDS.items() if any(shown.ours(command) for command in commands)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", with_commands())
-def test_commands_work(name, workspace, capfd, monkeypatch):
+@pytest.mark.parametrize("name", documents_with_commands())
+def test_documented_commands_succeed(name, workspace, capfd, monkeypatch):
     _, done = workspace
     for command in COMMANDS[name]:
         words = shown.ours(command)
@@ -78,9 +78,9 @@ def test_commands_work(name, workspace, capfd, monkeypatch):
         assert status == 0, f"{command}\n{err}"
 
 
-@pytest.mark.parametrize("name", with_commands())
-def test_commands_are_understood(name):
-    """The commands parse, with their options and values; nothing is run."""
+@pytest.mark.parametrize("name", documents_with_commands())
+def test_documented_commands_parse(name):
+    """Options and values are checked as well; nothing is run."""
     for words in filter(None, map(shown.ours, COMMANDS[name])):
         command, rest = resolved(shown.at_toy_size(words))
         assert not hasattr(command, "commands"), f"{words}: which command of {command.name}?"
@@ -88,7 +88,7 @@ def test_commands_are_understood(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands_within_sentences_exist(name):
+def test_commands_in_sentences_exist(name):
     for command in shown.mentioned(DOCUMENTS[name]):
         command_or_group, rest = resolved(command.split()[1:])
         assert not hasattr(command_or_group, "commands") or not rest, f"{command} is no command"
@@ -97,7 +97,7 @@ def test_commands_within_sentences_exist(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_options_exist(name):
+def test_named_options_exist(name):
     """Also checks options that are mentioned without a command."""
     known = {"--nproc_per_node", "--tensor-parallel-size", *launch_command_parser()._option_string_actions}
     groups = [typer.main.get_command(app)]
@@ -110,7 +110,7 @@ def test_options_exist(name):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name]])
-def test_other_programs_have_what_they_name(name):
+def test_arguments_of_other_programs_exist(name):
     for command in COMMANDS[name]:
         program, *words = command.replace("'", "").split()
         assert program in shown.PROGRAMS, f"{command}: what is {program}?"
@@ -145,7 +145,7 @@ def tasks(words):
 CHECKS = {"make": target, "pip": extra, "accelerate": configuration, "python": script, "lm_eval": tasks}
 
 
-def ended(command, folder, **environment):
+def run_program(command, folder, **environment):
     """Run a program and return its stdout; fail if its exit status is not 0."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")} | environment
     done = subprocess.run(
@@ -159,26 +159,26 @@ def ended(command, folder, **environment):
 def test_make_demo_works(tmp_path):
     assert "make demo" in COMMANDS["README.md"]
     options = (f"PYTHON={sys.executable}", f"DEMO={tmp_path / 'demo'}", "ARGS=--tiny")
-    output = ended(["make", "-s", "-C", str(ROOT), "demo", *options], tmp_path)
+    output = run_program(["make", "-s", "-C", str(ROOT), "demo", *options], tmp_path)
     assert output.splitlines()[0].startswith("model") and (tmp_path / "demo" / "heads.html").is_file()
 
 
 @pytest.mark.slow
-def test_two_processes_are_launched(toys, tmp_path):
+def test_torchrun_command_starts_two_processes(toys, tmp_path):
     (command,) = (line for line in COMMANDS["recipes/accelerate/README.md"] if line.startswith("torchrun"))
     program, *words = command.replace("RECIPE.yaml", str(toys[0] / "recipe.yaml")).replace("FOLDER", "toy").split()
     assert program == "torchrun" and "2" in words
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    ended([sys.executable, "-P", "-m", "torch.distributed.run", *words], tmp_path, PET_MASTER_PORT=port)
+    run_program([sys.executable, "-P", "-m", "torch.distributed.run", *words], tmp_path, PET_MASTER_PORT=port)
     (result,) = tmp_path.glob("toy/run/model/training.json")
     assert json.loads(result.read_text())["processes"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if shown.blocks(DOCUMENTS[name], "python")])
-def test_examples_in_python_work(name, workspace, tmp_path, monkeypatch):
+def test_python_examples_run(name, workspace, tmp_path, monkeypatch):
     folder, _ = workspace
     monkeypatch.chdir(tmp_path)
     for toy in {"model", "dit_result", *shown.HUB.values()}:
@@ -193,12 +193,12 @@ def test_examples_in_python_work(name, workspace, tmp_path, monkeypatch):
         assert Path("my-model", "config.json").is_file()
 
 
-def test_an_unknown_placeholder_is_refused():
+def test_unknown_placeholder_is_refused():
     with pytest.raises(ValueError, match="SOMETHING"):
         shown.at_toy_size(["convert", "SOMETHING", "OUT"])
 
 
-def test_what_counts_as_a_command(tmp_path):
+def test_commands_are_extracted_from_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "Text with `crosshead eval` in it.\n\n    crosshead fold MODEL OUT    back again\n    make test\n\n"

@@ -59,7 +59,7 @@ def test_named_files_exist(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
+def test_links_resolve(name):
     for link in LINK.findall(PAGES[name].read_text(encoding="utf-8")):
         if link.startswith("https://"):
             continue
@@ -71,7 +71,7 @@ def test_links_lead_somewhere(name):
             assert heading in map(anchor, HEADING.findall(target.read_text(encoding="utf-8"))), link
 
 
-def test_every_document_is_reached_from_the_first():
+def test_every_document_is_reachable_from_the_readme():
     visited, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop().resolve()
@@ -82,11 +82,11 @@ def test_every_document_is_reached_from_the_first():
     assert {path.resolve() for path in DOCUMENTS.values()} <= visited
 
 
-def test_the_first_page_is_short():
+def test_readme_is_short():
     assert len(README.splitlines()) <= 160
 
 
-def test_all_mechanisms_have_a_page_with_all_options():
+def test_every_mechanism_page_lists_all_options():
     table = README.partition("## The mechanisms")[2].partition("\n\n##")[0]
     assert options_in(table).keys() == RULES.keys()
     for name, rules in RULES.items():
@@ -96,7 +96,7 @@ def test_all_mechanisms_have_a_page_with_all_options():
         assert [heading for heading in HEADINGS if f"\n## {heading}\n" not in page] == []
 
 
-def test_the_table_of_options_is_complete():
+def test_option_table_of_modeling_readme_is_complete():
     text = DOCUMENTS["modeling/README.md"].read_text(encoding="utf-8")
     rows = options_in(text.partition("| mechanism | options")[2].partition("\n\n")[0])
     assert {name: set(options) - {"layers"} for name, options in rows.items()} == {
@@ -105,14 +105,14 @@ def test_the_table_of_options_is_complete():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_pages_name_every_value_that_an_option_may_have(name):
+def test_mechanism_pages_name_every_allowed_option_value(name):
     page = DOCUMENTS[f"modeling/docs/{name}.md"].read_text(encoding="utf-8")
     for option, kind in RULES[name].options.items():
         values = getattr(kind, "allowed", ())
         assert [value for value in values if f"`{value}`" not in page] == [], option
 
 
-def test_documents_go_neither_to_the_hub_nor_into_the_wheel():
+def test_documents_are_not_package_data():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = dict(project["package-dir"])
     patterns = [
@@ -125,18 +125,18 @@ def test_documents_go_neither_to_the_hub_nor_into_the_wheel():
     assert [(name, pattern) for name in excluded for pattern in patterns if fnmatch(name, pattern)] == []
 
 
-def test_the_mechanism_that_the_guide_adds_is_ours():
+def test_guide_example_matches_gating_module():
     (example,) = shown.blocks(DOCUMENTS["modeling/docs/adding.md"], "python")
     assert example.strip() == (ROOT / "modeling" / "mechanisms" / "gating.py").read_text(encoding="utf-8").strip()
 
 
-def test_the_steps_of_a_whole_check_are_those_that_are_named():
+def test_contributing_names_the_ci_steps():
     (steps,) = re.findall(r"^for step in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
     (named,) = re.findall(r"^ +\.ci/run +(.*), in that order$", CONTRIBUTING, re.MULTILINE)
     assert named.replace(" and ", ", ").split(", ") == steps.split()
 
 
-def test_the_version_is_the_newest_of_the_changelog():
+def test_version_matches_changelog():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     newest, *_ = re.findall(r"^## (.*)$", DOCUMENTS["CHANGELOG.md"].read_text(encoding="utf-8"), re.MULTILINE)
     assert newest == project["version"]

@@ -44,19 +44,19 @@ def fields_in(heading):
     return set(re.findall(r"[a-z][a-z_0-9]*", " ".join(re.findall(r"`([^`]+)`", section))))
 
 
-def holding(folder, token):
+def files_containing(folder, token):
     """Return the relative paths of the files that contain a token."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix() for path in files if token.encode() in path.read_bytes()}
 
 
-def test_every_command_did_its_work(chain):
+def test_every_command_succeeds(chain):
     assert chain.statuses == COMMANDS, chain.stderr[-4000:]
     results = ("made", "back", "heads", "seen.safetensors", "run/model", "eval.json", "page.html", "bench.json")
     assert [path for path in (*results, "pages/README.md") if not (chain.folder / path).exists()] == []
 
 
-def test_there_and_back(chain, report):
+def test_convert_verify_and_fold_restore_the_source(chain, report):
     out, err = chain.output(CONVERT)
     assert err == "" and "created" in out
     assert (
@@ -69,24 +69,24 @@ def test_there_and_back(chain, report):
     assert back == source
 
 
-def test_the_demo_leaves_models_with_cards(chain):
+def test_demo_creates_models_with_cards(chain):
     models = [f"tiny-llama-{name}" for name in ("knocking", "explicit", "mixture", "explicit-trained")]
     check_made(chain.folder / "crosshead-demo-tiny", chain.output("demo --tiny")[0], models)
 
 
-def test_the_token_of_the_environment_is_nowhere(chain):
-    assert holding(chain.folder, ENVIRONMENT) == set()
+def test_environment_token_is_in_no_output(chain):
+    assert files_containing(chain.folder, ENVIRONMENT) == set()
     assert ENVIRONMENT not in chain.stdout + chain.stderr
 
 
-def test_the_token_in_a_models_files_goes_no_further(chain):
-    assert holding(chain.folder, PLANTED) == LEFT_WITH_IT
+def test_token_in_model_files_is_not_copied(chain):
+    assert files_containing(chain.folder, PLANTED) == LEFT_WITH_IT
     assert PLANTED not in chain.stdout + chain.stderr
     assert "ours/config.json" in chain.output("push ours me/ours")[1]
     assert (chain.folder / "hub" / "config.json").is_file()
 
 
-def test_fields_that_are_left_out_are_named(report):
+def test_conversion_json_lists_fields_left_out(report):
     named = report("made/conversion.json")["left_out"]
     assert list(named) == list(FILES)
     assert all(sorted(names) == ["kept.key", "lines", "use_auth_token"] for names in named.values())
@@ -94,7 +94,7 @@ def test_fields_that_are_left_out_are_named(report):
         assert report(f"{made}/config.json")["kept"] == {"by": "us"}, made
 
 
-def test_conversion_json_has_the_fields_that_are_named(chain, report):
+def test_conversion_json_has_only_documented_fields(chain, report):
     made = report("heads/conversion.json")
     del made["options"]["mixers"], made["options"]["choices"], made["versions"], made["left_out"]
     assert keys_of(made) - fields_in("conversion.json") == set()
@@ -106,7 +106,7 @@ def test_conversion_json_has_the_fields_that_are_named(chain, report):
     assert {"text", "sha256"} | figures == chosen.keys() <= fields_in("conversion.json")
 
 
-def test_a_run_has_the_fields_that_are_named(chain, report):
+def test_training_run_has_only_documented_fields(chain, report):
     lines = [json.loads(line) for line in (chain.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     named = fields_in("A training run")
     assert report("run/model/training.json").keys() <= named
@@ -117,7 +117,7 @@ def test_a_run_has_the_fields_that_are_named(chain, report):
     assert {"run.json", "metrics.jsonl", "model", ".lock"} <= {path.name for path in (chain.folder / "run").iterdir()}
 
 
-def test_measurements_have_the_fields_that_are_named(chain, report):
+def test_measurements_have_only_documented_fields(chain, report):
     named = fields_in("Scores and other measurements")
     costs = json.loads(chain.output("cost made --json")[0])
     figures = {f"{phase}_{unit}" for phase in SPEED for unit in ("flops", "multiplications")}

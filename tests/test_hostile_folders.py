@@ -62,7 +62,7 @@ def tokenizer_code(workspace):
 
 @pytest.mark.parametrize("damage", [other_code, tokenizer_code])
 @pytest.mark.parametrize("command", ["verify source made", "push made me/x --dry-run"])
-def test_code_that_is_named_does_not_run(damage, command, workspace, capfd, monkeypatch):
+def test_remote_code_of_model_folder_does_not_run(damage, command, workspace, capfd, monkeypatch):
     damage(workspace)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and err.count("\n") == 1 and not (workspace / "ran").exists()
@@ -70,7 +70,7 @@ def test_code_that_is_named_does_not_run(damage, command, workspace, capfd, monk
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "LICENSE", "1_Pooling/config.json"])
-def test_links_to_other_files_are_not_copied(name, workspace):
+def test_symlinks_to_other_files_are_refused(name, workspace):
     (workspace / "private").write_text("{}")
     (workspace / "source/1_Pooling").mkdir()
     (workspace / "source" / name).symlink_to(workspace / "private")
@@ -79,14 +79,14 @@ def test_links_to_other_files_are_not_copied(name, workspace):
     assert not (workspace / "out").exists()
 
 
-def test_links_to_files_of_the_same_name_are(workspace):
+def test_symlink_to_file_of_the_same_name_is_copied(workspace):
     shutil.move(workspace / "source/tokenizer.json", workspace / "tokenizer.json")
     (workspace / "source/tokenizer.json").symlink_to("../tokenizer.json")
     crosshead.convert(workspace / "source", workspace / "out", {"gating": {}}, verify=False)
     assert not (workspace / "out/tokenizer.json").is_symlink()
 
 
-def test_folders_of_a_folder_are_not_copied(workspace):
+def test_nested_folder_in_model_folder_is_refused(workspace):
     (workspace / "source/1_Pooling/keys.json").mkdir(parents=True)
     with pytest.raises(ConversionError, match="1_Pooling"):
         crosshead.convert(workspace / "source", workspace / "out", {"gating": {}}, verify=False)
@@ -102,7 +102,7 @@ def test_folders_of_a_folder_are_not_copied(workspace):
         ("notes.txt", None),
     ],
 )
-def test_what_is_not_published(name, content, workspace):
+def test_private_or_unsafe_files_are_not_published(name, content, workspace):
     (workspace / "made" / name).parent.mkdir(exist_ok=True)
     if content is None:
         (workspace / "private").write_text("mine")
@@ -113,7 +113,7 @@ def test_what_is_not_published(name, content, workspace):
         check_folder(workspace / "made", TOKEN)
 
 
-def test_a_planted_link_is_not_written_through(workspace):
+def test_writes_do_not_follow_planted_symlinks(workspace):
     private = workspace / "private"
     private.write_text("mine")
     for name in (".conversion.json.partial", ".README.md.partial"):
@@ -126,7 +126,7 @@ def test_a_planted_link_is_not_written_through(workspace):
         write_atomically({workspace / "made/report.md": "text"})
 
 
-def test_forms_of_tokens():
+def test_token_pattern_matches_variants_of_hub_tokens():
     for text in (
         "hf_oauth_eyJhbGciOiJ.eyJzY29wZSI.abcdefgh",
         "hf_jwt_eyJhbGciOiJSUzI1NiJ9",
@@ -137,20 +137,20 @@ def test_forms_of_tokens():
     assert not TOKEN.search(f"shelf{SECRET}")
 
 
-def test_references_to_references_do_not_grow_without_end():
+def test_nested_yaml_aliases_are_limited():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
     with pytest.raises(ValueError, match="100,000"):
         parse_yaml("\n".join(lines))
 
 
-def test_messages_show_no_password_and_no_codes(capsys):
+def test_messages_hide_passwords_and_escape_codes(capsys):
     assert one_line(OSError("no answer of http://me:word@host:9/x")) == "no answer of http://host:9/x"
     complain("model_type '\x1b[31mllama'", 1)
     assert capsys.readouterr().err == "crosshead: model_type '\\x1b[31mllama'\n"
 
 
-def test_records_cannot_leave_their_place_on_a_card(workspace):
+def test_record_values_cannot_inject_markup_into_a_card(workspace):
     record = json.loads((workspace / "made/conversion.json").read_text())
     record["source"] = {"kind": "folder", "name": "x`\n```\n\n<script>alert(1)</script>"}
     (workspace / "made/conversion.json").write_text(json.dumps(record))
@@ -176,19 +176,19 @@ def test_records_cannot_leave_their_place_on_a_card(workspace):
     "command",
     [["inspect", "source", "--text", "a b c", "--out", "x.html"], "eval source --suite offline --out x.json"],
 )
-def test_more_layers_than_any_model_has(command, workspace, capfd, monkeypatch):
+def test_absurd_layer_count_is_refused(command, workspace, capfd, monkeypatch):
     edit_json(workspace / "source", "config.json", num_hidden_layers=100_000_000)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and "num_hidden_layers=100000000" in err
 
 
-def test_a_record_cannot_allow_any_difference():
+def test_recorded_tolerance_is_capped():
     tolerance = recorded_tolerance({"logits": 1e9, "divergence": 1e9})
     assert (tolerance.logits, tolerance.divergence) == (0.1, 0.01)
     assert recorded_tolerance({"logits": None, "divergence": 1e-5}) == Tolerance(None, 1e-5)
 
 
-def test_a_chat_template_that_is_named_by_a_path(workspace):
+def test_chat_template_named_by_a_path_is_refused(workspace):
     templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "../../dropped", "template": "{{ 2 }}"}]
     edit_json(workspace / "source", "tokenizer_config.json", chat_template=templates)
     options = SimpleNamespace(tokenizer=None, path=str(workspace / "source"))

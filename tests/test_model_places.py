@@ -19,7 +19,7 @@ from toy_eval import write_scorable
 from toy_training import KNOCKING, toy_run
 
 
-def test_short_names(tmp_path):
+def test_model_labels_of_folders_and_hub_names(tmp_path):
     for folder in ("runs/first/model", "runs/second/model", "models/mine"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "runs/first/model/training.json").touch()
@@ -29,7 +29,7 @@ def test_short_names(tmp_path):
     assert model_label("org/model") == "org/model"
 
 
-def test_the_home_of_nobody():
+def test_home_of_unknown_user_is_refused():
     name = "~nobody-has-this-name/model"
     assert model_label(name) == name
     with pytest.raises(EvalError, match=name):
@@ -80,17 +80,17 @@ def assert_equal(model: Any, weights: dict[str, torch.Tensor]) -> None:
         ("", ("", None)),
     ],
 )
-def test_a_name_is_split(name, parts):
+def test_split_revision(name, parts):
     assert split_revision(name) == parts
 
 
-def test_an_existing_folder_has_no_revision(tmp_path):
+def test_existing_folder_with_at_sign_has_no_revision(tmp_path):
     folder = tmp_path / "toy@v1"
     folder.mkdir()
     assert pretrained_arguments(str(folder)) == {"pretrained_model_name_or_path": str(folder)}
 
 
-def test_an_evaluation_reads_the_revision(hub, saved):
+def test_evaluation_loads_the_revision(hub, saved):
     for name, (weights, _) in zip((MODEL, "org/toy"), saved, strict=True):
         opened = open_model(name)
         assert opened.label == name
@@ -103,7 +103,7 @@ def recipe(folder: Any, name: str) -> Recipe:
     return toy_run(KNOCKING, folder, model={"path": name, "config": None, "tokenizer": None})
 
 
-def test_a_recipe_trains_the_revision(hub, saved, tmp_path):
+def test_recipe_loads_the_revision(hub, saved, tmp_path):
     for name, (weights, files) in zip((MODEL, "org/toy"), saved, strict=True):
         trained = recipe(tmp_path, name)
         tokenizer = load_tokenizer(trained)

@@ -41,7 +41,7 @@ def test_published_models_load_without_crosshead(tier: str, bare: Path, tmp_path
     assert output.startswith(f"{written} models loaded")
 
 
-def test_the_bare_environment_has_no_more(bare: Path, tmp_path: Path) -> None:
+def test_bare_environment_lacks_crosshead_and_test_packages(bare: Path, tmp_path: Path) -> None:
     code = (
         "import importlib.util as i; print([n for n in ('crosshead', 'peft', 'pytest', 'lm_eval') if i.find_spec(n)])"
     )

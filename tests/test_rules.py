@@ -140,33 +140,33 @@ def test_mechanisms_and_attention_name_no_backbone(sources):
 
 
 @pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
-def test_files_keep_rule(rule, sources):
+def test_files_follow_rule(rule, sources):
     violations = {path: rule(sources[path]) for path in OURS}
     assert {path: lines for path, lines in violations.items() if lines} == {}, rule.__doc__
 
 
-def test_files_name_no_machine(sources):
+def test_files_contain_no_machine_paths(sources):
     violations = {path: rules.machine_paths(source) for path, source in sources.items()}
     assert {path: lines for path, lines in violations.items() if lines} == {}
 
 
 @each_rule
-def test_rule_catches(rule):
+def test_rule_detects_violations(rule):
     missed = [(path, text) for case_rule, path, text in BROKEN if case_rule is rule and not rule(Source(path, text))]
     assert missed == []
 
 
 @each_rule
-def test_rule_lets_pass(rule):
+def test_rule_accepts_valid_code(rule):
     caught = [(path, text) for case_rule, path, text in FINE if case_rule is rule and rule(Source(path, text))]
     assert caught == []
 
 
-def test_every_rule_is_seen_breaking():
+def test_every_rule_has_broken_and_valid_examples():
     assert {case[0] for case in BROKEN} == {case[0] for case in FINE} == {*PYTHON_RULES, rules.machine_paths}
 
 
-def test_rules_see_every_python_file():
+def test_rules_cover_every_folder_with_python_files():
     roots = {path.split("/")[0] for path in FILES if path.endswith(".py")}
     assert roots == {*rules.FOLDERS, "tests"}, "a root folder with code needs a place in rules.FOLDERS"
 
@@ -194,6 +194,6 @@ def test_folder_is_a_typed_package(folder):
     assert f"{folder}/py.typed" in FILES
 
 
-def test_no_test_folder_hides_the_package():
+def test_no_test_folder_shadows_the_package():
     # tests/ is on sys.path for its helpers, and a folder there comes before the editable install.
     assert not (ROOT / "tests" / "crosshead").exists()

@@ -16,7 +16,7 @@ from toy_training import KNOCKING, toy_run
 from toys import mixed_config
 
 
-def test_a_tokenizer_with_a_token_is_not_trained_with(tmp_path):
+def test_training_with_token_in_tokenizer_config_is_refused(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
     plant(Path(recipe.model.tokenizer or "", "tokenizer_config.json"))
     with pytest.raises(ValueError, match=r"model\.tokenizer=.*tokenizer_config\.json") as caught:
@@ -25,28 +25,28 @@ def test_a_tokenizer_with_a_token_is_not_trained_with(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["LICENSE", "chat_template.jinja", "additional_chat_templates/tool.jinja"])
-def test_a_token_in_a_text_is_refused(file, tmp_path):
+def test_token_in_text_file_is_refused(file, tmp_path):
     source = write_stock(tmp_path / "source")
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).write_text(f"key: {PLANTED}")
-    refused(source, f"{Path(file).name} of {source} contains an access token: remove it")
+    assert_refused(source, f"{Path(file).name} of {source} contains an access token: remove it")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_a_token_in_a_key_is_refused(file, tmp_path):
+def test_token_in_json_key_is_refused(file, tmp_path):
     source = write_stock(tmp_path / "source")
     (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | {PLANTED: 1}))
-    refused(source, f"{file} of {source} contains an access token")
+    assert_refused(source, f"{file} of {source} contains an access token")
 
 
-def test_a_token_in_the_template_of_a_gguf_file_is_refused(tmp_path):
+def test_token_in_gguf_chat_template_is_refused(tmp_path):
     gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
     metadata = {"tokenizer.chat_template": f"{{# {PLANTED} #}}"}
     source = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama", **metadata)
-    refused(source, f"chat_template.jinja of {source} contains an access token")
+    assert_refused(source, f"chat_template.jinja of {source} contains an access token")
 
 
-def refused(source, words):
+def assert_refused(source, words):
     """Assert that a conversion fails before it writes anything and that the message does not contain the token."""
     with pytest.raises(ValueError, match=words) as caught:
         crosshead.convert(source, source.parent / "made", {"knocking": {}}, verify=False)
@@ -54,15 +54,15 @@ def refused(source, words):
     assert [path for path in source.parent.iterdir() if path != source] == []
 
 
-def test_a_token_that_cannot_be_left_out_is_refused(tmp_path):
+def test_leave_out_tokens_refuses_token_in_nested_key(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"a": {PLANTED: 1}}))
     with pytest.raises(ValueError, match=r"config\.json") as caught:
         leave_out_tokens([tmp_path / "config.json"])
     assert PLANTED not in str(caught.value)
 
 
-def test_a_model_to_train_has_forgotten_them(tmp_path):
-    """The in-memory configs, from which checkpoints and trackers are written, have no token."""
+def test_configs_of_model_to_train_contain_no_token(tmp_path):
+    """Checkpoints and trackers are written from these in-memory configs."""
     recipe = toy_run(KNOCKING, tmp_path)
     for name in FILES[:2]:
         plant(Path(recipe.model.path, name))
@@ -71,7 +71,7 @@ def test_a_model_to_train_has_forgotten_them(tmp_path):
         assert PLANTED not in str(config.to_dict()) and config.to_dict()["kept"] == {"by": "us"}
 
 
-def test_a_configuration_is_saved_without_tokens(tmp_path):
+def test_config_is_saved_without_token(tmp_path):
     config = mixed_config("Llama", {"knocking": {}})
     config.use_auth_token = PLANTED
     config.save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ def workspace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_cleanup_of_a_conversion(workspace, capfd, monkeypatch):
+def test_sigterm_removes_temporary_files_of_conversion(workspace, capfd, monkeypatch):
     scratch_files = []
 
     def interrupted(*arguments, **options):
@@ -34,7 +34,7 @@ def test_the_cleanup_of_a_conversion(workspace, capfd, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_handler_of_the_caller_stays(workspace, capfd, monkeypatch):
+def test_sigterm_handler_of_the_caller_is_kept(workspace, capfd, monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert run(capfd, monkeypatch, "cost source")[0] == 0

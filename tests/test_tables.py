@@ -13,7 +13,7 @@ def tables(monkeypatch):
     return importlib.import_module("tables")
 
 
-def test_generated_tables_are_as_they_would_be_written(tables):
+def test_tables_in_documents_are_up_to_date(tables):
     for document in tables.documents()[:-1]:
         text = document.read_text(encoding="utf-8")
         assert tables.BLOCK.search(text), document
@@ -22,13 +22,13 @@ def test_generated_tables_are_as_they_would_be_written(tables):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 4])
-def test_the_table_of_memory_is_as_it_would_be_written(tables, index):
+def test_memory_table_is_up_to_date(tables, index):
     """Checks two rows only, since each takes seconds."""
     (table,) = tables.BLOCK.finditer(tables.AT_SCALE.read_text(encoding="utf-8"))
     assert tables.memory_row(*tables.PLANS[index]) == table[0].splitlines()[3 + index], "make tables"
 
 
-def test_accuracies_become_a_table(tables):
+def test_accuracy_table(tables):
     piqa, blimp = ({"score": score, "items": items} for score, items in ((0.7, 600), (0.75, 3000)))
     changes = {"change": -0.02, "interval": [-0.03, -0.01]}, {"change": 0.01, "interval": [-0.005, 0.025]}
     trained = {"piqa_items": piqa | changes[0], "blimp_items": blimp | changes[1]}
@@ -42,7 +42,7 @@ def test_accuracies_become_a_table(tables):
     ]
 
 
-def test_learning_rates_of_knocking_become_a_table(tables):
+def test_knocking_learning_rate_table(tables):
     plain = {"losses": {"0": 3.0, "1": 3.2}, "beside_plain": 0.0, "spread_beside": 0.0, "drift": 0.0}
     faster = plain | {"beside_plain": -0.1, "spread_beside": 0.02, "drift": 0.03}
     text = tables.knocking_table({"cases": {"plain": plain, "3 x": faster}, "tokens": 2000})
@@ -51,7 +51,7 @@ def test_learning_rates_of_knocking_become_a_table(tables):
 
 
 @pytest.mark.parametrize(("spread", "difference"), [(0.01, "-0.0500 ± 0.0100"), (None, "-0.0500")])
-def test_losses_from_scratch_become_a_table(tables, spread, difference):
+def test_training_from_scratch_table(tables, spread, difference):
     losses = {"losses": {"0": 3.0, "1": 3.2}, "mean": 3.1, "beside_baseline": -0.05, "spread_beside": spread}
     cases = {"baseline": losses | {"mixers": {}}, "knocking": losses | {"mixers": {"knocking": {}}}}
     text = tables.scratch_table({"losses": cases, "shape": {"num_hidden_layers": 4}, "tokens": 1000})
@@ -59,7 +59,7 @@ def test_losses_from_scratch_become_a_table(tables, spread, difference):
     assert text.endswith("\n\n4 layers; 1,000 tokens; 2 seeds.\n")
 
 
-def test_training_speeds_become_a_table(tables):
+def test_training_speed_table(tables):
     speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0], "mixers": {"knocking": {"on": ["query", "value"]}}}
     report = {
         "tokens_per_second": {"knocking-mlp": speeds},
@@ -72,7 +72,7 @@ def test_training_speeds_become_a_table(tables):
     assert text.endswith("\n\na CPU, 2 threads, torch 2.13, transformers 5.23; 3 rounds of 7 steps.\n")
 
 
-def test_conversions_become_one_table(tables):
+def test_conversions_table(tables):
     heads = {"SmolLM2-135M, 9 heads": {"cases": {"mixture:7": {"above_source": 0.1}}}}
     heads["SmolLM2-135M, 9 heads, calibrated on the same kind of text"] = heads["SmolLM2-135M, 9 heads"]
     lines = tables.conversions_table(heads, {"mixture-5": {"above_control": -0.02}}).splitlines()
@@ -81,7 +81,7 @@ def test_conversions_become_one_table(tables):
     assert "| `mixture`, 5 of 9 heads active |  |  | -0.020 |" in lines
 
 
-def test_the_recovery_of_several_models_becomes_one_table(tables):
+def test_recovery_table_of_several_models(tables):
     trained = {"source": 3.0, "before": 3.2, "after": 2.95, "tokens": 200_000, "heads": 8, "kv_heads": 4}
     near = trained | {"above_control": 0.02, "control": 2.93, "tokens_until_near": 1000}
     far = near | {"above_control": 0.06, "tokens_until_near": None}
@@ -92,7 +92,7 @@ def test_the_recovery_of_several_models_becomes_one_table(tables):
     ]
 
 
-def test_the_table_of_the_demo_has_a_line_for_each_model(tables):
+def test_demo_table_has_a_row_per_model(tables):
     report = {
         "name": "knocking",
         "is": "one map",
@@ -102,7 +102,7 @@ def test_the_table_of_the_demo_has_a_line_for_each_model(tables):
     assert "\n| knocking: one map | 30.00 | 75% | 384 |\n" in tables.demo_table({"models": [report]})
 
 
-def test_results_of_conversions_become_lines(tables):
+def test_heads_and_streaming_tables(tables):
     machine = {"accelerator": "a GPU", "threads": 2}
     cases = {"aligned:2": {"above_source": 0.1, "seconds": 3.2}}
     by_device = {
@@ -122,6 +122,6 @@ def test_results_of_conversions_become_lines(tables):
     assert text.count("| | 1.90 GB |") == 2
 
 
-def test_a_result_that_is_not_there_is_said_to_be_missing(tables):
+def test_missing_result_is_shown_as_not_measured(tables):
     missing = tables.written_by(tables.RESULTS / "none.json", "make none", tables.heads_table)
     assert missing() == "`make none`: not measured yet.\n"

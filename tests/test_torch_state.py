@@ -13,7 +13,7 @@ MIXERS = {"explicit": {"key_heads": 1, "value_heads": 1}, "knocking": {"init": "
 
 
 @contextmanager
-def default_dtype():
+def float64_default_dtype():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -25,7 +25,7 @@ def default_dtype():
 
 STATES = {
     "device": lambda: torch.device("meta"),
-    "dtype": default_dtype,
+    "dtype": float64_default_dtype,
     "inference": torch.inference_mode,
     "no gradients": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
@@ -43,7 +43,7 @@ def expected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_same_model_and_verification(state, expected, tmp_path):
+def test_conversion_ignores_global_torch_state(state, expected, tmp_path):
     folder, options, verified = expected
     with STATES[state]():
         crosshead.convert(folder / "source", tmp_path / "out", MIXERS, **options)
@@ -54,7 +54,7 @@ def test_the_same_model_and_verification(state, expected, tmp_path):
     assert report["verification"]["kl_divergence"] == verified["verification"]["kl_divergence"]
 
 
-def test_a_path_with_a_tilde(expected, tmp_path, monkeypatch):
+def test_paths_with_tilde_are_expanded(expected, tmp_path, monkeypatch):
     folder, _, verified = expected
     monkeypatch.setenv("HOME", str(folder))
     options = {"calibration": "~/text.txt", "save_calibration": "~/saved.safetensors", "allow_inexact": True}
@@ -64,6 +64,6 @@ def test_a_path_with_a_tilde(expected, tmp_path, monkeypatch):
     assert text["verification"]["kl_divergence"] != verified["verification"]["kl_divergence"]
 
 
-def test_mechanisms_that_are_no_mapping(expected, tmp_path):
+def test_mixers_given_as_string_are_refused(expected, tmp_path):
     with pytest.raises(ValueError, match=r"mixers='knocking'.*\{'knocking': \{\}\}"):
         crosshead.convert(expected[0] / "source", tmp_path / "out", "knocking")

@@ -22,7 +22,7 @@ ORIENTATION = 0x0112
 TURN_RIGHT = 6
 
 
-def test_every_reader_turns_a_photo(tmp_path):
+def test_readers_apply_exif_orientation(tmp_path):
     """The upper half of the stored image is black; upright, the right half is."""
     stored = Image.new("RGB", (16, 16), "white")
     stored.paste("black", (0, 0, 16, 8))
@@ -47,7 +47,7 @@ def test_every_reader_turns_a_photo(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
-def test_every_reader_refuses_an_image_whose_numbers_would_be_cut_off(tmp_path, kind):
+def test_readers_refuse_images_with_values_beyond_8_bits(tmp_path, kind):
     file = tmp_path / "depth.tif"
     Image.fromarray(np.linspace(0, 60_000, 256).astype(kind).reshape(16, 16)).save(file)
     processor = open_processor(write_image_model(tmp_path / "model"), "model")
@@ -59,7 +59,7 @@ def test_every_reader_refuses_an_image_whose_numbers_would_be_cut_off(tmp_path, 
         decoded(SimpleNamespace(place=lambda index: str(file)), 0, 3, file.read_bytes())
 
 
-def test_numbers_up_to_255_of_a_wider_kind_are_read(tmp_path):
+def test_16_bit_image_with_8_bit_values_is_read(tmp_path):
     numbers = np.arange(256).reshape(16, 16)
     Image.fromarray(numbers.astype(np.uint16)).save(tmp_path / "small.png")
     image = decoded(None, 0, 1, (tmp_path / "small.png").read_bytes())

@@ -25,7 +25,7 @@ print(crosshead.__file__, crosshead_command.__file__, crosshead.__version__, *sy
 """
 
 
-def done(*command, cwd, **environment):
+def run_checked(*command, cwd, **environment):
     """Run a command in a folder and return its stdout; fail if its exit status is not 0."""
     settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "home"), "OMP_NUM_THREADS": "1"} | environment
     ran = subprocess.run(
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory):
         copy = folder / "checkout" / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
-    done("make", "-s", "wheel", f"PYTHON={sys.executable}", cwd=folder / "checkout")
+    run_checked("make", "-s", "wheel", f"PYTHON={sys.executable}", cwd=folder / "checkout")
     (built,) = (folder / "checkout" / "dist").iterdir()
     return built
 
@@ -74,7 +74,7 @@ def elsewhere(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     python = linked_environment(folder / "env", requirements(wheel, "demo"))
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
-    done(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    run_checked(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
     return folder
 
 
@@ -90,7 +90,7 @@ def packaged_files():
     return packaged
 
 
-def test_the_wheel_holds_every_file_of_the_package_as_it_is(wheel):
+def test_wheel_contains_every_package_file_unchanged(wheel):
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
     expected = {name: (ROOT / path).read_bytes() for path, name in packaged_files().items()}
@@ -102,7 +102,7 @@ def test_the_wheel_holds_every_file_of_the_package_as_it_is(wheel):
     assert any(name.startswith("crosshead/recipes/papers/") for name in contents)
 
 
-def test_the_wheel_says_what_it_is(wheel):
+def test_wheel_metadata(wheel):
     fields = metadata(wheel)
     record = f"crosshead-{fields['Version']}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
@@ -115,33 +115,33 @@ def test_the_wheel_says_what_it_is(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_where_the_checkout_is_not(elsewhere):
+def test_wheel_works_without_checkout(elsewhere):
     program, python = (elsewhere / "env" / "bin" / name for name in ("crosshead", "python"))
     (elsewhere / "script.py").write_text(FROM)
-    package, command, version, *paths = done(python, "script.py", cwd=elsewhere).splitlines()
+    package, command, version, *paths = run_checked(python, "script.py", cwd=elsewhere).splitlines()
     assert all(Path(file).is_relative_to(elsewhere) for file in (package, command))
     assert version == "0.1.0"
     assert not any(Path(path).is_relative_to(ROOT) and Path(path).name != "site-packages" for path in paths)
-    assert done(program, "--version", cwd=elsewhere) == "crosshead 0.1.0\n"
-    assert json.loads(done(program, "zoo", "--json", cwd=elsewhere))
+    assert run_checked(program, "--version", cwd=elsewhere) == "crosshead 0.1.0\n"
+    assert json.loads(run_checked(program, "zoo", "--json", cwd=elsewhere))
 
 
 @pytest.mark.slow
-def test_what_the_demo_does_not_ask_for_is_not_there(elsewhere):
+def test_demo_environment_lacks_other_packages(elsewhere):
     """The demo test can only detect a missing requirement if the environment has no other packages."""
     for name in ("pytest", "trl", "selenium"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is not None)"
-        done(elsewhere / "env" / "bin" / "python", "-P", "-c", code, cwd=elsewhere)
+        run_checked(elsewhere / "env" / "bin" / "python", "-P", "-c", code, cwd=elsewhere)
 
 
 @pytest.mark.slow
-def test_the_demo_runs_from_the_wheel(elsewhere):
+def test_demo_runs_from_the_wheel(elsewhere):
     command = (elsewhere / "env" / "bin" / "crosshead", "demo", "--tiny", "--out", "demo")
-    output = done(*command, cwd=elsewhere, HF_TOKEN=TOKEN)
+    output = run_checked(*command, cwd=elsewhere, HF_TOKEN=TOKEN)
     pages = [path for path in (elsewhere / "demo").rglob("*") if path.suffix in (".html", ".json", ".md")]
     assert {path.name for path in pages} >= {"heads.html", "scores.json", "README.md", "conversion.json"}
     assert not [path for path in pages if str(ROOT).encode() in path.read_bytes()]
     assert "explicit" in output and str(Path("demo") / "heads.html") in output
-    assert done(*command, cwd=elsewhere) == output
+    assert run_checked(*command, cwd=elsewhere) == output
     written = [path for folder in ("demo", "home") for path in (elsewhere / folder).rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()] and TOKEN not in output

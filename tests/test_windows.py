@@ -41,7 +41,7 @@ NEED_POSIX = [
 ]
 
 
-def test_models_work_and_commands_say_what_they_need(tmp_path):
+def test_models_work_and_commands_report_missing_fcntl(tmp_path):
     (tmp_path / "source").mkdir()
     command = [sys.executable, "-P", "-c", CODE]
     commands = "\n".join(NEED_POSIX)

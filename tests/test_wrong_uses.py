@@ -143,7 +143,7 @@ def workspace(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, workspace, capfd, monkeypatch):
+def test_wrong_use_gives_one_line_and_no_files(command, workspace, capfd, monkeypatch):
     expected, words = CASES[command]
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -165,7 +165,7 @@ def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, workspace, ca
         assert last.startswith("Error: ") or command in WITHOUT_WORDS, err
 
 
-def test_no_command_is_left_out():
+def test_every_command_has_a_case():
     tried = {tuple(command.split()[:length]) for command in CASES for length in (1, 2)}
     todo = [((), typer.main.get_command(app))]
     while todo:
