@@ -31,7 +31,6 @@ class CrossheadAttention(nn.Module):
     scaling: float
     is_causal: bool
     sliding_window: int | None = None
-    mixers: Any
     rotate = staticmethod(apply_rotary_pos_emb)
     q_proj: Any
     k_proj: Any
@@ -88,8 +87,9 @@ class CrossheadAttention(nn.Module):
         value = split_heads(self.v_proj(source), self.value_dim)
         state = AttentionState(hidden_states, source, query, key, value, position_bias)
 
+        mechanisms: Any = self.mixers
         for name in self.mapping_order:
-            self.mixers[name].before_rope(state)
+            mechanisms[name].before_rope(state)
         if self.has_key_norm:
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
@@ -102,7 +102,7 @@ class CrossheadAttention(nn.Module):
         if state.position_bias is not None:
             attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
-            self.mixers[name].after_cache(state)
+            mechanisms[name].after_cache(state)
         if cache is not None and paged:  # it stores combined heads
             state.key, state.value = cache.update(state.key, state.value, self.layer_idx, kwargs=kwargs)
 
@@ -123,14 +123,15 @@ class CrossheadAttention(nn.Module):
         )
         attn_output = attn_output.reshape(*input_shape, -1, self.output_dim)
         for name in self.output_order:
-            attn_output = self.mixers[name].head_outputs(attn_output, state)
+            attn_output = mechanisms[name].head_outputs(attn_output, state)
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """Return the function of the first mechanism that chooses one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
         for name in self.output_order:
-            state.function = self.mixers[name].attention_function(state, implementation, masked)
+            mechanism: Any = self.mixers[name]
+            state.function = mechanism.attention_function(state, implementation, masked)
             if state.function is not None:
                 return state.function
         return implementation

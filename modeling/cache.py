@@ -16,8 +16,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from .mechanisms.base import AttentionState
 from .ops import split_heads, wide_heads
 
-CACHE = "cache" if "cache" in MoeCausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of the cache as an argument and as an output field: "cache" since transformers 5.24."""
+CACHE = "cache" if hasattr(MoeCausalLMOutputWithPast, "cache") else "past_key_values"  # renamed in transformers 5.24
 
 
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
