@@ -13,7 +13,7 @@ from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard
 from output_toys import ONE
 
 
-def many_shards(target):
+def write_many_shards(target):
     """Write a model of many shards to `target`, with some computation between the chunks."""
 
     def chunks(seed):
@@ -31,36 +31,36 @@ def many_shards(target):
         output.publish()
 
 
-def forever(target):
+def write_many_shards_forever(target):
     while True:
-        many_shards(target)
+        write_many_shards(target)
 
 
-def content(folder):
+def file_contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("work", [many_shards, forever], ids=["first", "replacing"])
+@pytest.mark.parametrize("work", [write_many_shards, write_many_shards_forever], ids=["first", "replacing"])
 def test_process_killed_at_random_times_leaves_complete_or_no_model(tmp_path, work):
     """Kill a process that writes a first model, or one that replaces the model over and over."""
     begin = time.perf_counter()
-    many_shards(tmp_path / "whole")
-    duration, whole = time.perf_counter() - begin, content(tmp_path / "whole")
+    write_many_shards(tmp_path / "whole")
+    duration, whole = time.perf_counter() - begin, file_contents(tmp_path / "whole")
     target, chance, published = tmp_path / "out", random.Random(1), False
     for _ in range(20):
         process = get_context("fork").Process(target=work, args=(target,))
         process.start()
-        time.sleep(chance.random() * duration * (0.3 if work is many_shards and not published else 1.5))
+        time.sleep(chance.random() * duration * (0.3 if work is write_many_shards and not published else 1.5))
         process.kill()
         process.join()
         complete = (target / "config.json").exists()  # a folder without it is no model
-        assert not complete or content(target) == whole
+        assert not complete or file_contents(target) == whole
         assert target.exists() or not published
         published = published or complete
         assert not (tmp_path / "out.record").exists() or target.exists()
-    many_shards(target)
-    assert content(target) == whole
+    write_many_shards(target)
+    assert file_contents(target) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]
 
 

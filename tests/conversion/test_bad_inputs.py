@@ -31,21 +31,21 @@ SVD = "convert source out --mixer explicit:value_heads=1,method=svd"
 HUGE = 10**9
 
 
-def other_tokenizer(folder):
+def save_other_tokenizer(folder):
     tokenizer = Tokenizer(models.WordLevel({"<unknown>": 5000}, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def fused_experts(folder):
+def save_fused_experts(folder):
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
 
 
-def replaced(name, new):
+def replace_tensor(name, new):
     return state(lambda tensors: tensors.update({name: new(tensors.get(name))}))
 
 
-def head_alone(tensors):
+def rename_embedding_to_lm_head(tensors):
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
 
@@ -66,22 +66,24 @@ FILES = {
     "pickle": Case("'pytorch_model.bin'", both(remove(WEIGHTS), write("pytorch_model.bin", b"\x80\x02"))),
     "missing tensor": Case(KEY, state(lambda tensors: tensors.pop(KEY))),
     "missing expert": Case(EXPERT, state(lambda tensors: tensors.pop(EXPERT)), base="moe"),
-    "fused experts": Case("mlp.experts.down_proj", fused_experts, base="moe"),
-    "unknown tensor": Case("extra", replaced("extra", lambda old: torch.ones(2))),
-    "wrong shape": Case("[3, 24]", replaced(KEY, lambda old: torch.ones(3, 24))),
-    "transposed": Case("[24, 16]", replaced(KEY, lambda old: old.T.contiguous())),
+    "fused experts": Case("mlp.experts.down_proj", save_fused_experts, base="moe"),
+    "unknown tensor": Case("extra", replace_tensor("extra", lambda old: torch.ones(2))),
+    "wrong shape": Case("[3, 24]", replace_tensor(KEY, lambda old: torch.ones(3, 24))),
+    "transposed": Case("[24, 16]", replace_tensor(KEY, lambda old: old.T.contiguous())),
     "NaN in a copied tensor": Case(KEY, value(KEY, float("nan"))),
     "infinity": Case("model.norm.weight", value("model.norm.weight", float("inf"))),
     "NaN in a rewritten tensor": Case(VALUE, value(VALUE, float("nan")), SVD),
     "too large for float16": Case(KEY, value(KEY, 1e30), f"{CONVERT} --dtype float16"),
-    "fp8": Case("'F8_E4M3'", replaced(KEY, lambda old: old.to(torch.float8_e4m3fn))),
-    "int8": Case("'I8'", replaced(KEY, lambda old: old.to(torch.int8))),
+    "fp8": Case("'F8_E4M3'", replace_tensor(KEY, lambda old: old.to(torch.float8_e4m3fn))),
+    "int8": Case("'I8'", replace_tensor(KEY, lambda old: old.to(torch.int8))),
     "no tokenizer": Case("tokenizer", remove("tokenizer.json")),
     "tokenizer without content": Case("tokenizer", write("tokenizer.json", "{}")),
     "tokenizer is no JSON": Case("tokenizer", write("tokenizer.json", "\0")),
-    "tokenizer of another model": Case("5000", other_tokenizer),
+    "tokenizer of another model": Case("5000", save_other_tokenizer),
     "tied, but another head": Case("tie_word_embeddings", config(tie_word_embeddings=True)),
-    "tied, but no embedding": Case("model.embed_tokens.weight is missing", state(head_alone), base="tied"),
+    "tied, but no embedding": Case(
+        "model.embed_tokens.weight is missing", state(rename_embedding_to_lm_head), base="tied"
+    ),
     "untied, but no head": Case("lm_head.weight", config(tie_word_embeddings=False), base="tied"),
     "no config": Case("config.json", remove("config.json")),
     "config is no JSON": Case("config.json", write("config.json", "{'a': 1}")),

@@ -19,7 +19,7 @@ RECIPE = "convert source out --recipe recipe.yaml"
 APART, OFFLINE = "source", "HF_HUB_OFFLINE"
 
 
-def beside(name, content=b""):
+def create_beside(name, content=b""):
     """Return a function that makes a file (bytes), a link (str) or a folder (list of names) beside the source."""
 
     def make(folder):
@@ -36,11 +36,11 @@ def beside(name, content=b""):
     return make
 
 
-def calibration(folder):
+def write_other_calibration(folder):
     save_file({"0.statistics.x": torch.ones(2)}, folder.parent / "c.safetensors")
 
 
-def from_another(**changes):
+def convert_another_source(**changes):
     """Return a function that writes the conversion of another source to `out`."""
 
     def make(folder):
@@ -50,15 +50,15 @@ def from_another(**changes):
     return make
 
 
-def trained(folder):
+def train_mixers(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():
         parameter.data += 0.1 * (".mixers." in name)
     write_model(model, folder)
 
 
-def recipe(text):
-    return Case(text[1], beside("recipe.yaml", text[0].encode()), RECIPE)
+def recipe_case(text):
+    return Case(text[1], create_beside("recipe.yaml", text[0].encode()), RECIPE)
 
 
 MIXERS = {
@@ -137,18 +137,18 @@ OTHERS = {
 ALL = {f"{TO}{mixer}": Case(words, command=TO + mixer) for mixer, words in MIXERS.items()}
 ALL |= {command: Case(words, command=command) for command, words in OTHERS.items()}
 ALL |= {
-    "target is a file": Case("out", beside("out"), CONVERT),
-    "target is a folder": Case("out", beside("out", ["notes"]), CONVERT),
-    "target is a link": Case(APART, beside("out", "source"), CONVERT),
-    "file with --overwrite": Case("out", beside("out"), f"{CONVERT} --overwrite"),
-    "no model with --overwrite": Case("out", beside("out", ["notes"]), f"{CONVERT} --overwrite"),
-    "link with --overwrite": Case("out", beside("out", "nowhere"), f"{CONVERT} --overwrite"),
-    "parent is a file": Case("file/out", beside("file"), "convert source file/out --mixer knocking"),
-    "empty calibration": Case("t.txt", beside("t.txt"), f"{EXPLICIT} --calibration t.txt"),
-    "binary calibration": Case("t.txt", beside("t.txt", b"\xff\xfe\0"), f"{EXPLICIT} --calibration t.txt"),
-    "short calibration": Case("3 tokens", beside("t.txt", b"abc"), f"{EXPLICIT} --calibration t.txt"),
-    "no calibration": Case("c.safetensors", beside("c.safetensors"), f"{EXPLICIT} --calibration c.safetensors"),
-    "other calibration": Case("c.safetensors", calibration, f"{EXPLICIT} --calibration c.safetensors"),
+    "target is a file": Case("out", create_beside("out"), CONVERT),
+    "target is a folder": Case("out", create_beside("out", ["notes"]), CONVERT),
+    "target is a link": Case(APART, create_beside("out", "source"), CONVERT),
+    "file with --overwrite": Case("out", create_beside("out"), f"{CONVERT} --overwrite"),
+    "no model with --overwrite": Case("out", create_beside("out", ["notes"]), f"{CONVERT} --overwrite"),
+    "link with --overwrite": Case("out", create_beside("out", "nowhere"), f"{CONVERT} --overwrite"),
+    "parent is a file": Case("file/out", create_beside("file"), "convert source file/out --mixer knocking"),
+    "empty calibration": Case("t.txt", create_beside("t.txt"), f"{EXPLICIT} --calibration t.txt"),
+    "binary calibration": Case("t.txt", create_beside("t.txt", b"\xff\xfe\0"), f"{EXPLICIT} --calibration t.txt"),
+    "short calibration": Case("3 tokens", create_beside("t.txt", b"abc"), f"{EXPLICIT} --calibration t.txt"),
+    "no calibration": Case("c.safetensors", create_beside("c.safetensors"), f"{EXPLICIT} --calibration c.safetensors"),
+    "other calibration": Case("c.safetensors", write_other_calibration, f"{EXPLICIT} --calibration c.safetensors"),
     "convert of ours": Case("crosshead fold", base="made"),
     "fold of unknown mixers": Case("'nocking'", config(mixers={"nocking": {}}), "fold source back", "made"),
     "fold without its tensors": Case("talking.logits", config(mixers={"talking": {}}), "fold source back", "made"),
@@ -156,23 +156,23 @@ ALL |= {
     "fold of many layers": Case("1000000000", config(num_hidden_layers=10**9), "fold source back", "made"),
     "folder in the record's place": Case(
         "back.conversion.json",
-        beside("back.conversion.json", []),
+        create_beside("back.conversion.json", []),
         "fold source back --overwrite",
         "made",
     ),
-    "fold of what cannot fold": Case("form='mlp'", trained, "fold source back", "made"),
-    "verify of another": Case("'third'", from_another(tie_word_embeddings=True), "verify source out"),
-    "verify of other layers": Case("'third'", from_another(num_hidden_layers=3), "verify source out"),
-    "verify of other words": Case("'third'", from_another(vocab_size=60), "verify source out"),
-    "recipe of unknown mixer": recipe(("mixers: {knoking: {}}", "'knocking'")),
-    "recipe of unknown option": recipe(("mixer: {}", "'mixers'")),
-    "recipe of no mapping": recipe(("mixers: knocking", "mixers='knocking'")),
-    "recipe without mixers": recipe(("dtype: float16", "--mixer")),
-    "recipe with a bad number": recipe(("{mixers: {knocking: {}}, seed: x}", "seed='x'")),
-    "recipe with a bad flag": recipe(("{mixers: {knocking: {}}, allow_inexact: perhaps}", "'perhaps'")),
-    "recipe that says it twice": recipe(("mixers: {knocking: {}, knocking: {form: gate}}", "recipe.yaml")),
-    "recipe without end": recipe(("&a [*a]", "YAML")),
-    "recipe of nothing": recipe(("", "recipe.yaml")),
+    "fold of what cannot fold": Case("form='mlp'", train_mixers, "fold source back", "made"),
+    "verify of another": Case("'third'", convert_another_source(tie_word_embeddings=True), "verify source out"),
+    "verify of other layers": Case("'third'", convert_another_source(num_hidden_layers=3), "verify source out"),
+    "verify of other words": Case("'third'", convert_another_source(vocab_size=60), "verify source out"),
+    "recipe of unknown mixer": recipe_case(("mixers: {knoking: {}}", "'knocking'")),
+    "recipe of unknown option": recipe_case(("mixer: {}", "'mixers'")),
+    "recipe of no mapping": recipe_case(("mixers: knocking", "mixers='knocking'")),
+    "recipe without mixers": recipe_case(("dtype: float16", "--mixer")),
+    "recipe with a bad number": recipe_case(("{mixers: {knocking: {}}, seed: x}", "seed='x'")),
+    "recipe with a bad flag": recipe_case(("{mixers: {knocking: {}}, allow_inexact: perhaps}", "'perhaps'")),
+    "recipe that says it twice": recipe_case(("mixers: {knocking: {}, knocking: {form: gate}}", "recipe.yaml")),
+    "recipe without end": recipe_case(("&a [*a]", "YAML")),
+    "recipe of nothing": recipe_case(("", "recipe.yaml")),
 }
 
 

@@ -116,7 +116,7 @@ def test_failing_child_process_reports_its_error(checkpoint):
         checkpoint.convert("neutral")
 
 
-def run_here(command, *_):
+def run_in_this_process(command, *_):
     """Run a conversion or a copy in this process instead of a new one."""
     if command[0] == "cp":
         return subprocess.run(command, check=True, capture_output=True).stdout
@@ -126,7 +126,7 @@ def run_here(command, *_):
 @pytest.mark.parametrize("process", first(["this one", "one for each conversion"]))
 def test_bench_convert_command_writes_report(process, checkpoint, tmp_path, monkeypatch, capfd):
     if process == "this one":
-        monkeypatch.setattr(bench_convert, "run_child", run_here)
+        monkeypatch.setattr(bench_convert, "run_child", run_in_this_process)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))

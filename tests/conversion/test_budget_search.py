@@ -51,7 +51,7 @@ def cached_numbers(pairs, heads, size, eps, scales=1):
     return sum(sum(pair) * size for pair in pairs) + sum(extra)
 
 
-def by_trial(losses, heads, layers, size, eps, budget):
+def optimal_loss_by_enumeration(losses, heads, layers, size, eps, budget):
     """Return the least summed loss within the budget over all combinations, or None if none fits."""
     room = budget * layers * 2 * heads * size
     counts = [heads, *counts_to_try(heads)]
@@ -74,7 +74,7 @@ def by_trial(losses, heads, layers, size, eps, budget):
 def test_choose_finds_optimal_component_counts_within_budget(budget, heads, eps):
     for seed in range(5):
         losses = random_losses(heads, 3, seed)
-        expected = by_trial(losses, heads, 3, 8, eps, budget)
+        expected = optimal_loss_by_enumeration(losses, heads, 3, 8, eps, budget)
         if expected is None:
             with pytest.raises(ConversionError, match="too small"):
                 choose(losses, layouts(heads, 3, eps=eps), budget)

@@ -31,20 +31,20 @@ KNOWN = 50
 
 
 @pytest.fixture(scope="module", params=first(["Qwen3Moe", "Llama"]))
-def opened(request, tmp_path_factory):
+def source_and_model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("opened")
     checkpoint = write_stock(folder / "source", request.param, max_position_embeddings=1024)
     source = open_source(checkpoint, scratch=folder)
     return source, StreamedModel(source.store, read_config(source.config, "stock", "source"))
 
 
-def silent(*_):
+def ignore_progress(*_):
     pass
 
 
 @torch.no_grad()
-def test_sampled_text_follows_model_probabilities(opened):
-    _, model = opened
+def test_sampled_text_follows_model_probabilities(source_and_model):
+    _, model = source_and_model
     steps = []
     sampled = sampled_text(model, (3, 9), [5, 7], KNOWN, lambda *done: steps.append(done))
     generator = torch.Generator().manual_seed(SEED)
@@ -58,18 +58,18 @@ def test_sampled_text_follows_model_probabilities(opened):
     assert steps[-1] == (9, 9)
 
 
-def test_default_calibration_batch_includes_sampled_sequences(opened, monkeypatch):
-    source, model = opened
+def test_default_calibration_batch_includes_sampled_sequences(source_and_model, monkeypatch):
+    source, model = source_and_model
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
-    tokens = text.calibration_batch(source, model, silent)
+    tokens = text.calibration_batch(source, model, ignore_progress)
     assert text.described()["text"] == f"{DEFAULT_NAME}, and sequences sampled from the model"
     assert tokens.shape == (DEFAULT_WINDOWS, 1024)
     assert torch.equal(tokens[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
     writer = StreamedModel(source.store, model.config, fast_dtype())
-    generated = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
+    generated = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), ignore_progress)
     assert torch.equal(tokens[-2:].flatten(), generated.flatten())
-    assert torch.equal(tokens, text.calibration_batch(source, model, silent))
+    assert torch.equal(tokens, text.calibration_batch(source, model, ignore_progress))
 
 
 @pytest.mark.parametrize(("backbone", "decodes"), [("Llama", True), ("Bert", False), ("T5", False)])
@@ -86,32 +86,32 @@ def test_default_windows_of_decoders_include_documentation(backbone, decodes, pa
         assert torch.equal(tokens[count - last :], windows(tokenizer, default_documentation(), 64, last, 61))
 
 
-def test_calibration_batch_does_not_depend_on_free_memory(opened, monkeypatch):
-    source, model = opened
+def test_calibration_batch_does_not_depend_on_free_memory(source_and_model, monkeypatch):
+    source, model = source_and_model
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     results = []
     for fits in (True, False):
         monkeypatch.setattr(calibrating, "fits_in_memory", lambda size, fits=fits: fits)
         text = Text.of(None, source)
-        results.append((text.described(), text.calibration_batch(source, model, silent)))
+        results.append((text.described(), text.calibration_batch(source, model, ignore_progress)))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_large_model_is_calibrated_without_sampled_text(opened, monkeypatch):
-    source, model = opened
+def test_large_model_is_calibrated_without_sampled_text(source_and_model, monkeypatch):
+    source, model = source_and_model
     monkeypatch.setattr(calibrating, "MAX_SAMPLED_PARAMETERS", 1000)
     text = Text.of(None, source)
     assert text.described()["text"] == DEFAULT_NAME
-    assert text.calibration_batch(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
+    assert text.calibration_batch(source, model, ignore_progress).shape == (DEFAULT_WINDOWS, 1024)
 
 
-def test_given_text_is_used_without_sampled_sequences(opened, tmp_path):
-    source, model = opened
+def test_given_text_is_used_without_sampled_sequences(source_and_model, tmp_path):
+    source, model = source_and_model
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     text = Text.of(path, source)
-    tokens = text.calibration_batch(source, model, silent)
+    tokens = text.calibration_batch(source, model, ignore_progress)
     assert torch.equal(tokens, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
 
 
@@ -119,11 +119,11 @@ def test_window_length_is_limited_by_model_context(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (4, 128))
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
-    default_tokens = Text.of(None, source).calibration_batch(source, model, silent)
+    default_tokens = Text.of(None, source).calibration_batch(source, model, ignore_progress)
     assert default_tokens.shape == (DEFAULT_WINDOWS * 1024 // 96, 96)
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
-    assert Text.of(path, source).calibration_batch(source, model, silent).shape[1] == 96
+    assert Text.of(path, source).calibration_batch(source, model, ignore_progress).shape[1] == 96
     assert read_sample(source, None).tokens.shape[1] == 96
 
 
@@ -142,7 +142,7 @@ def test_all_windows_start_with_tokenizer_start_token(tmp_path, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("the quick brown fox " * 999)
     texts = [
-        *(Text.of(origin, source).calibration_batch(source, model, silent) for origin in (None, path)),
+        *(Text.of(origin, source).calibration_batch(source, model, ignore_progress) for origin in (None, path)),
         Text.of(path, source).windows(source, TRIAL_LENGTH, TRIALS, 61),
         read_sample(source, None).tokens,
     ]

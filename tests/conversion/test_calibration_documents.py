@@ -23,7 +23,7 @@ TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content
 MIXERS = {"explicit": {"key_heads": 1, "value_heads": 1}}
 
 
-def written(messages):
+def format_messages(messages):
     return "".join(f"[{message['role']}] {message['content']}\n" for message in messages)
 
 
@@ -49,7 +49,7 @@ def documents_and_text(request, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     texts, chats = [{"text": text} for text in TEXTS], [{"messages": chat, "text": "not this"} for chat in CHATS]
     lines = write_lines(tmp_path / "copy" / "train.jsonl", chats if "chat" in request.param else texts)
-    content = "\n\n".join(map(written, CHATS) if "chat" in request.param else TEXTS)
+    content = "\n\n".join(map(format_messages, CHATS) if "chat" in request.param else TEXTS)
     return f"datasets:{tmp_path / 'copy'}" if "dataset" in request.param else lines, content
 
 

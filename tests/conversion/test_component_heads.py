@@ -24,7 +24,7 @@ def few_steps(monkeypatch):
         monkeypatch.setattr(aligned_keys, name, 8)
 
 
-def toy(backbone, **changes):
+def toy_model(backbone, **changes):
     return toys.stock_model(backbone, **(SIZES | changes)).double()
 
 
@@ -42,7 +42,7 @@ def layer_tensors(model, layer):
     return {name.removeprefix(prefix): t for name, t in model.state_dict().items() if name.startswith(prefix)}
 
 
-def calibrated(model, length=40):
+def calibration_statistics(model, length=40):
     """Return the calibration statistics of every layer."""
     statistics = [HeadStatistics(layout) for layout in layouts(model)]
     for layer, layer_statistics in zip(model.model.layers, statistics, strict=True):
@@ -69,7 +69,7 @@ def with_output(statistics, counts):
 def changed_model(model, make, counts, method, mixers=None, fitted=False):
     """Return a stock model with every layer's tensors rewritten by `make`, or a mixed model if `mixers` is given."""
     tensors = dict(model.state_dict())
-    statistics = calibrated(model) if method == "aligned" else [None] * len(model.model.layers)
+    statistics = calibration_statistics(model) if method == "aligned" else [None] * len(model.model.layers)
     for index, layout in enumerate(layouts(model)):
         prefix, layer_statistics = PREFIX.format(index), statistics[index]
         if counts.fewest < HEADS and layer_statistics is not None and fitted:
@@ -99,7 +99,7 @@ def explicit(counts):
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_keeping_all_heads_gives_same_logits(backbone, method):
-    model = toy(backbone)
+    model = toy_model(backbone)
     counts = Counts(HEADS, HEADS)
     other = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts))
     torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
@@ -115,7 +115,7 @@ def test_keeping_all_heads_gives_same_logits(backbone, method):
     ),
 )
 def test_explicit_mixer_gives_same_logits_as_approximated_stock_model(backbone, method, counts):
-    model = toy(backbone)
+    model = toy_model(backbone)
     ours = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts), fitted=True)
     stock = changed_model(model, ComponentHeads.approximate, counts, method, fitted=True)
     if method == "aligned":
@@ -129,8 +129,8 @@ def test_explicit_mixer_gives_same_logits_as_approximated_stock_model(backbone, 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_rewritten_names_lists_changed_tensors(backbone, method):
-    model = toy(backbone)
-    statistics, layout = calibrated(model)[0], layouts(model)[0]
+    model = toy_model(backbone)
+    statistics, layout = calibration_statistics(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
     for counts in (Counts(2, 4), Counts(4, 3), Counts(1, 1)):
         new = ComponentHeads(layout, counts, method).rewrite(tensors, with_output(statistics, counts))
@@ -146,7 +146,7 @@ def test_rewritten_names_lists_changed_tensors(backbone, method):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_svd_method_matches_appendix_f(count):
     """The reference has the shapes of the appendix: a matrix (Dim, H d), viewed as (d Dim, H)."""
-    model = toy("Llama")
+    model = toy_model("Llama")
     tensors = layer_tensors(model, 0)
     new = ComponentHeads(layouts(model)[0], Counts(count, count), "svd").rewrite(tensors, None)
     for side, projection in (("key", "k_proj"), ("value", "v_proj")):
@@ -165,17 +165,17 @@ def test_svd_method_matches_appendix_f(count):
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_reordered_groups_match_model_with_reordered_heads(backbone):
-    model, other, order = toy(backbone), toy(backbone), [0, 3, 1, 2]
+    model, other, order = toy_model(backbone), toy_model(backbone), [0, 3, 1, 2]
     queries = [2 * head + offset for head in order for offset in (0, 1)]
     for index, layout in enumerate(layouts(model)):
         reordered = reorder(layer_tensors(model, index), queries, layout)
         other.model.layers[index].self_attn.load_state_dict(reordered)
     torch.testing.assert_close(logits(other), logits(model))
-    statistics, layout, tensors = calibrated(model)[1], layouts(model)[1], layer_tensors(model, 1)
+    statistics, layout, tensors = calibration_statistics(model)[1], layouts(model)[1], layer_tensors(model, 1)
     counts, consecutive = Counts(2, 4, 2, reorders=True), Counts(2, 4, 2)
     ordered = HeadStatistics(layout, statistics.sums | {"order.2x4.2groups.reordered": torch.tensor(order)})
     new = ComponentHeads(layout, counts).rewrite(tensors, ordered)
-    expected = ComponentHeads(layout, consecutive).rewrite(layer_tensors(other, 1), calibrated(other)[1])
+    expected = ComponentHeads(layout, consecutive).rewrite(layer_tensors(other, 1), calibration_statistics(other)[1])
     for name, tensor in expected.items():
         torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-7)
     moved = {name for name, tensor in tensors.items() if name in new and tensor.shape == new[name].shape}
@@ -184,14 +184,14 @@ def test_reordered_groups_match_model_with_reordered_heads(backbone):
 
 def test_similar_heads_are_assigned_to_same_group():
     """Heads whose keys and values differ only by maps that the layer absorbs, and some noise, share a group."""
-    model = toy("Llama")
+    model = toy_model("Llama")
     for layer in model.model.layers:
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             heads = projection.weight.data.unflatten(0, (HEADS, D))
             for one, like in ((3, 0), (2, 1)):
                 heads[one] = -2 * heads[like] + 0.1 * heads[one]
     counts = Counts(2, 2, 2, reorders=True)
-    for statistics, layout in zip(calibrated(model), layouts(model), strict=True):
+    for statistics, layout in zip(calibration_statistics(model), layouts(model), strict=True):
         sums = ComponentHeads(layout, counts).with_order(statistics).sums
         assert sums["order.2x2.2groups.reordered"].tolist() == [0, 3, 1, 2]
     target, lost = logits(model), {}
@@ -202,7 +202,7 @@ def test_similar_heads_are_assigned_to_same_group():
 
 
 def test_aligned_method_has_lower_error_than_svd():
-    model = toy("Llama")
+    model = toy_model("Llama")
     target = logits(model)
     lost = {
         method: (logits(changed_model(model, ComponentHeads.approximate, Counts(3, 3), method)) - target).norm()
@@ -212,17 +212,19 @@ def test_aligned_method_has_lower_error_than_svd():
 
 
 def test_rewrite_is_deterministic():
-    model = toy("Llama")
+    model = toy_model("Llama")
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
-    first, second = (ComponentHeads(layout, Counts(3, 2)).rewrite(tensors, calibrated(model)[1]) for _ in range(2))
+    first, second = (
+        ComponentHeads(layout, Counts(3, 2)).rewrite(tensors, calibration_statistics(model)[1]) for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("counts", [Counts(3, 2), Counts(2, 2, 2, True)], ids=["one group", "groups"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_saved_solution_is_reused_without_solving(backbone, counts, monkeypatch):
-    model = toy(backbone)
-    tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
+    model = toy_model(backbone)
+    tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibration_statistics(model)[1]
     expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
     result = ComponentHeads(layout, counts).fitted(statistics)
     shapes = ComponentHeads(layout, counts).shapes_of_fitted(biased=backbone == "Qwen2")
@@ -237,14 +239,14 @@ def test_saved_solution_is_reused_without_solving(backbone, counts, monkeypatch)
 
 
 def test_rewritten_tensors_keep_dtype():
-    model = toy("Qwen2")
+    model = toy_model("Qwen2")
     tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
-    new = ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(tensors, calibrated(model)[0])
+    new = ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(tensors, calibration_statistics(model)[0])
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
 
 
 def test_missing_or_mismatched_statistics_are_refused():
-    model = toy("Llama")
+    model = toy_model("Llama")
     sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
     other = HeadStatistics(layouts(model)[0], sums)
     with pytest.raises(ConversionError, match="calibration"):

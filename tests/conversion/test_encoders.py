@@ -34,7 +34,7 @@ NEUTRAL = {
 }
 
 
-def hidden(folder, batch=2):
+def hidden_states(folder, batch=2):
     with torch.no_grad():
         model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
         return model(toys.tokens(batch)).last_hidden_state
@@ -49,7 +49,7 @@ def test_neutral_conversion_and_fold_round_trip(backbone, task, name, tmp_path):
     assert report["verification"]["token_cosine"] == pytest.approx(1)
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     assert config["architectures"] == [f"Crosshead{backbone}{task}"]
-    assert torch.allclose(hidden(tmp_path / "made"), hidden(source), atol=1e-5)
+    assert torch.allclose(hidden_states(tmp_path / "made"), hidden_states(source), atol=1e-5)
     crosshead.fold(tmp_path / "made", tmp_path / "back")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert before.keys() == after.keys()
@@ -97,7 +97,7 @@ def test_fitted_router_has_higher_cosine_than_paper_router(dtype, tmp_path, monk
     fitted = crosshead.convert(source, tmp_path / "fitted", {"mixture": {"active_heads": 3}}, **options)
     plain = crosshead.convert(source, tmp_path / "paper", {"mixture": PAPER})
     assert fitted["verification"]["token_cosine"] > plain["verification"]["token_cosine"]
-    assert torch.allclose(hidden(tmp_path / "fitted").mean(), hidden(source).mean(), atol=0.5)
+    assert torch.allclose(hidden_states(tmp_path / "fitted").mean(), hidden_states(source).mean(), atol=0.5)
 
 
 PAPER = {"active_heads": 3, "method": "paper", "router": "query_norm", "gate": "binary"}
@@ -129,13 +129,13 @@ def test_streamed_encoder_gives_same_hidden_states(backbone, tmp_path):
     config = transformers.AutoConfig.from_pretrained(source)
     streamed = stream(SafetensorsStore(source), config, attn_implementation="eager")
     with torch.no_grad():
-        assert torch.equal(streamed.run(toys.tokens(1)), hidden(source, batch=1))
+        assert torch.equal(streamed.run(toys.tokens(1)), hidden_states(source, batch=1))
 
 
 def test_old_hub_bert_checkpoint_converts_exactly(tmp_path):
     """Old checkpoints have other norm names, pretraining heads, copies of tied weights, and position ids."""
     source = write_encoder(tmp_path / "source", task="ForPreTraining")
-    expected = hidden(source)
+    expected = hidden_states(source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
     weights = load_file(source / "model.safetensors")
@@ -152,7 +152,7 @@ def test_old_hub_bert_checkpoint_converts_exactly(tmp_path):
     assert report["verification"]["must_equal"]
     heads = {"cls.seq_relationship.weight", "bert.pooler.dense.bias", "cls.predictions.decoder.weight"}
     assert heads <= set(report["dropped"])
-    assert torch.equal(hidden(tmp_path / "made"), expected)
+    assert torch.equal(hidden_states(tmp_path / "made"), expected)
 
 
 def test_sentence_transformers_files_are_copied(tmp_path):

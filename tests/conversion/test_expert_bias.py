@@ -20,7 +20,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 NAMES = {BIAS.replace(".1.", f".{layer}.") for layer in (0, 1)}
 
 
-def written(folder, bias=0.0, dtype=torch.float32):
+def write_biased_model(folder, bias=0.0, dtype=torch.float32):
     model = toys.mixed_model("Qwen3Moe", MIXERS, expert_bias=True)
     model.model.layers[1].mlp.gate.e_score_correction_bias[2] = bias
     return write_model(model, folder, MANY_SHARDS, dtype)
@@ -33,7 +33,7 @@ def logits(folder):
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.oldest), torch.bfloat16])
 def test_fold_drops_zero_biases(dtype, tmp_path):
-    model = written(tmp_path / "model", dtype=dtype)
+    model = write_biased_model(tmp_path / "model", dtype=dtype)
     report = crosshead.fold(model, tmp_path / "back")
     assert report["verification"]["tensors"]["unexpected"] == 0
     assert {name for name in report["dropped"] if "gate" in name} == NAMES
@@ -46,14 +46,14 @@ def test_fold_drops_zero_biases(dtype, tmp_path):
 
 
 def test_fold_refuses_nonzero_biases_before_writing(tmp_path):
-    model = written(tmp_path / "model", 1e-3)
+    model = write_biased_model(tmp_path / "model", 1e-3)
     with pytest.raises(ConversionError, match=BIAS):
         crosshead.fold(model, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
 def test_biases_are_counted_and_streamed_model_gives_same_logits(tmp_path):
-    source = open_source(written(tmp_path / "model", 0.4), scratch=tmp_path)
+    source = open_source(write_biased_model(tmp_path / "model", 0.4), scratch=tmp_path)
     config, tensors = checked_model(source)
     assert tensors == {"expected": len(source.store.entries), "missing": 0, "unexpected": 0}
     assert source.store.entries.keys() >= NAMES
@@ -86,7 +86,7 @@ def test_stock_checkpoint_with_expert_bias_is_refused(tmp_path):
 
 
 def test_fold_refuses_checkpoint_with_missing_biases(tmp_path):
-    model = written(tmp_path / "model")
+    model = write_biased_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     written_without = write_model(toys.mixed_model("Qwen3Moe", MIXERS), tmp_path / "without")
     (written_without / "config.json").write_text(json.dumps(config))

@@ -11,13 +11,13 @@ from crosshead.conversion.compress.layer_rewrites import substituted
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
+def fit_in_float32(monkeypatch):
     """Fit in float32, since the fast dtype rounds."""
     for module in (fast_arithmetic, fitted_output):
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
 
 
-def recorded(backbone, drift):
+def record_attention(backbone, drift):
     """Return an attention, its calls on three windows, and target outputs; converted states have noise of `drift`."""
     model = toys.stock_model(backbone).eval()
     layer, windows = model.model.layers[1], toys.tokens(batch=3, length=30)
@@ -46,7 +46,7 @@ def heads_and_outputs(attention, inputs, arguments):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 @torch.no_grad()
 def test_output_change_is_ridge_least_squares_solution(backbone, drift):
-    attention, calls, target = recorded(backbone, drift)
+    attention, calls, target = record_attention(backbone, drift)
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
     compressed = {
         name: before[name] + 0.1 * torch.randn_like(before[name]) for name in ("k_proj.weight", "v_proj.weight")
@@ -67,7 +67,7 @@ def test_output_change_is_ridge_least_squares_solution(backbone, drift):
 
 @torch.no_grad()
 def test_output_change_is_zero_without_compression():
-    attention, calls, _ = recorded("Llama", 0.0)
+    attention, calls, _ = record_attention("Llama", 0.0)
     assert output_change(attention, calls, {}).abs().max() < 1e-6
 
 

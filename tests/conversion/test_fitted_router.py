@@ -20,7 +20,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
+def fit_in_float32(monkeypatch):
     for module in (head_statistics, fitted_router):
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
 
@@ -33,7 +33,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def short(text):
+def short_text(text):
     """A shorter text for component heads, whose statistics take longer."""
     path = text.with_name("short.txt")
     path.write_text(text.read_text()[:4000])
@@ -45,7 +45,7 @@ def source(tmp_path_factory):
     return write_stock(tmp_path_factory.mktemp("models") / "source", **HEADS)
 
 
-def recorded(backbone, shared=0, active=3):
+def record_attention(backbone, shared=0, active=3):
     """Return an attention layer, its routing, and its recorded inputs and head outputs on three texts."""
     model = toys.stock_model(backbone).eval()
     attention, outputs = model.model.layers[1].self_attn, HeadOutputs(torch.empty(3, 1, 1))
@@ -66,7 +66,7 @@ def least_squares(x, y, ridge):
 @pytest.mark.parametrize(("shared", "active"), [(0, 3), (1, 2)])
 @torch.no_grad()
 def test_router_and_projection_are_least_squares_solutions(backbone, shared, active):
-    attention, routing, outputs = recorded(backbone, shared, active)
+    attention, routing, outputs = record_attention(backbone, shared, active)
     size, weight = attention.head_dim, attention.o_proj.weight.double()
     x, heads = (torch.cat(parts).double() for parts in (outputs.inputs, outputs.heads))
     count = heads.shape[1] // size
@@ -87,7 +87,7 @@ def test_router_and_projection_are_least_squares_solutions(backbone, shared, act
 
 @torch.no_grad()
 def test_routed_context_removes_hooks_and_restores_projection():
-    attention, routing, outputs = recorded("Llama")
+    attention, routing, outputs = record_attention("Llama")
     before = attention.o_proj.weight.clone()
     fitted = fit_router(outputs, before, routing, attention.head_dim)
     with routed(attention, fitted, routing, attention.head_dim):
@@ -98,7 +98,7 @@ def test_routed_context_removes_hooks_and_restores_projection():
 
 @pytest.mark.parametrize("steps", [None, 0, 40], ids=["alone", "closed forms", "steps"])
 @torch.no_grad()
-def test_converted_model_equals_source_routed_by_hooks(steps, source, short, tmp_path, monkeypatch):
+def test_converted_model_equals_source_routed_by_hooks(steps, source, short_text, tmp_path, monkeypatch):
     """Alone and with component heads, which are fitted in closed form or by steps."""
     explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 1}}
     if explicit:  # Qwen3: its output projection absorbs a map
@@ -106,7 +106,7 @@ def test_converted_model_equals_source_routed_by_hooks(steps, source, short, tmp
     monkeypatch.setattr(fitted_steps, "STEPS", steps or 0)
     saved = tmp_path / "saved.safetensors"
     mixers = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
-    report = crosshead.convert(source, tmp_path / "out", mixers, calibration=short, save_calibration=saved)
+    report = crosshead.convert(source, tmp_path / "out", mixers, calibration=short_text, save_calibration=saved)
     assert report["counts"]["created"] == 1 + 4 * bool(explicit)
     stored = load_file(saved)
     routing = Routing(0, 5)

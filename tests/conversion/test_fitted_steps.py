@@ -17,7 +17,7 @@ SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 BACKBONES = ["Llama", "Qwen2", "Qwen3"]
 
 
-def recorded(backbone, drift=0.05):
+def record_attention(backbone, drift=0.05):
     """Return an attention, its statistics and calls on three windows, converted inputs, and states after attention."""
     model = toys.stock_model(backbone, **SIZES).eval()
     layout = toys.mixed_config(backbone, {}, **SIZES).layouts()[1]
@@ -45,7 +45,7 @@ def recorded(backbone, drift=0.05):
     return attention, statistics, calls, converted, after
 
 
-def error(attention, tensors, calls, converted, after):
+def attention_error(attention, tensors, calls, converted, after):
     """Return the mean squared error of the states after attention, relative to the squared norm of the source's."""
     errors = []
     for index, target in enumerate(after):
@@ -60,7 +60,7 @@ def error(attention, tensors, calls, converted, after):
 @pytest.mark.parametrize("counts", [Counts(2, 2), Counts(4, 2), Counts(2, 4, 2, True)], ids=["both", "values", "keys"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_steps_reduce_error_and_calibration_stores_fitted_tensors(backbone, counts):
-    attention, statistics, calls, converted, after = recorded(backbone)
+    attention, statistics, calls, converted, after = record_attention(backbone)
     layout, source = statistics.layout, {name: t.clone() for name, t in attention.state_dict().items()}
     heads, stock = ComponentHeads(layout, counts), solve_layer(attention, statistics, calls, counts)
     assert all(torch.equal(source[name], tensor) for name, tensor in attention.state_dict().items())
@@ -76,9 +76,9 @@ def test_steps_reduce_error_and_calibration_stores_fitted_tensors(backbone, coun
     unchanged = {f"{side[0]}_proj.weight" for side, count in counts.sides.items() if count == layout.key_value_heads}
     assert all(torch.equal(new[name], before[name]) for name in unchanged)
     measured = (calls, converted, after)
-    start_error = error(attention, as_stock(before, counts.groups), *measured)
-    assert error(attention, closed, *measured) == pytest.approx(start_error, rel=1e-3)
-    assert error(attention, stock, *measured) < 0.99 * start_error
+    start_error = attention_error(attention, as_stock(before, counts.groups), *measured)
+    assert attention_error(attention, closed, *measured) == pytest.approx(start_error, rel=1e-3)
+    assert attention_error(attention, stock, *measured) < 0.99 * start_error
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -87,18 +87,18 @@ def test_solve_layer_as_written_returns_written_output_projection(backbone, monk
     monkeypatch.setattr(fitted_steps, "STEPS", 0)
     counts, tensors_of = Counts(2, 2), {}
     for as_written in (False, True):
-        attention, statistics, calls, converted, after = recorded(backbone)
+        attention, statistics, calls, converted, after = record_attention(backbone)
         tensors_of[as_written] = solve_layer(attention, statistics, calls, counts, as_written)
     new = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)
     assert torch.equal(tensors_of[True]["o_proj.weight"], new["o_proj.weight"])
     assert not torch.allclose(tensors_of[False]["o_proj.weight"], new["o_proj.weight"], rtol=0.01)
-    errors = [error(attention, tensors, calls, converted, after) for tensors in tensors_of.values()]
+    errors = [attention_error(attention, tensors, calls, converted, after) for tensors in tensors_of.values()]
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_steps_change_only_named_tensors_deterministically(backbone):
-    attention, statistics, calls, *_ = recorded(backbone)
+    attention, statistics, calls, *_ = record_attention(backbone)
     tensors = ComponentHeads(statistics.layout, Counts(2, 3)).rewrite(attention.state_dict(), statistics)
     parts = ComponentHeads(statistics.layout, Counts(2, 3)).fitted_parts()
     first, second = (fit_by_steps(attention, calls, tensors, parts, 1) for _ in range(2))
@@ -111,7 +111,7 @@ def test_steps_change_only_named_tensors_deterministically(backbone):
 @pytest.mark.parametrize("rate", [100.0, float("nan")])
 def test_steps_that_raise_error_are_undone(rate, monkeypatch):
     monkeypatch.setattr(fitted_steps, "RATE", rate)
-    attention, statistics, calls, *_ = recorded("Llama")
+    attention, statistics, calls, *_ = record_attention("Llama")
     tensors = ComponentHeads(statistics.layout, Counts(2, 2)).rewrite(attention.state_dict(), statistics)
     parts = ComponentHeads(statistics.layout, Counts(2, 2)).fitted_parts()
     fitted = fit_by_steps(attention, calls, tensors, parts, 1)
@@ -119,7 +119,7 @@ def test_steps_that_raise_error_are_undone(rate, monkeypatch):
 
 
 def test_steps_are_skipped_below_minimum_error(monkeypatch):
-    attention, statistics, calls, *_ = recorded("Llama")
+    attention, statistics, calls, *_ = record_attention("Llama")
     monkeypatch.setattr(fitted_steps, "MIN_ERROR", 10.0)
     counts = Counts(2, 2)
     tensors = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)

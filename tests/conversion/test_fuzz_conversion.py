@@ -94,18 +94,18 @@ NAMES += ["dtype", "torch_dtype", "id2label", "num_experts", "num_local_experts"
 NAMES += ["_attn_implementation", "attn_implementation", "use_sliding_window", "tie_word_embeddings", "problem_type"]
 
 
-def paths(content, path=()):
+def json_paths(content, path=()):
     """Yield the path of every key and index in a JSON document."""
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in pairs:
         yield (*path, key)
-        yield from paths(value, (*path, key))
+        yield from json_paths(value, (*path, key))
 
 
 def change_value(content, chance):
     """Change, add or remove one or two values of a JSON document in place, and return it."""
     for _ in range(chance.choice((1, 1, 2))):
-        path = chance.choice([(), *paths(content)])
+        path = chance.choice([(), *json_paths(content)])
         holder = content
         for key in path[:-1]:
             holder = holder[key]
@@ -130,17 +130,17 @@ def change_bytes(raw, chance):
     return bytes(raw[: chance.randrange(len(raw) + 1)] if chance.random() < 0.1 else raw)
 
 
-def changed(raw, chance):
+def damage_json(raw, chance):
     """Return a JSON document with changed values or bytes."""
     if chance.random() < 0.3:
         return change_bytes(raw, chance)
     return json.dumps(change_value(json.loads(raw), chance)).encode()
 
 
-def changed_header(raw, chance):
+def damage_header(raw, chance):
     """Return a safetensors file with a changed header, mostly with a matching length field."""
     (length,) = struct.unpack("<Q", raw[:8])
-    header = changed(raw[8 : 8 + length], chance)
+    header = damage_json(raw[8 : 8 + length], chance)
     stated = len(header) if chance.random() < 0.9 else chance.choice((0, 1, length, 2**31, 2**63, 2**64 - 1))
     return struct.pack("<Q", stated) + header + raw[8 + length :]
 
@@ -157,7 +157,7 @@ def checkpoints(tmp_path_factory):
     return {name: {file.name: file.read_bytes() for file in path.iterdir()} for name, path in made.items()}
 
 
-def names(folder):
+def file_names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -175,7 +175,7 @@ def test_random_damage_converts_or_gives_one_line_error(seed, checkpoints, tmp_p
             (source / file).write_bytes(raw)
         victims = [file for file in files if file in ("config.json", INDEX) or file.endswith(".safetensors")]
         victim = chance.choice(["config.json", *victims])
-        damage = changed_header if victim.endswith(".safetensors") else changed
+        damage = damage_header if victim.endswith(".safetensors") else damage_json
         damaged = damage(files[victim], chance)
         (source / victim).write_bytes(damaged)
         try:
@@ -184,10 +184,10 @@ def test_random_damage_converts_or_gives_one_line_error(seed, checkpoints, tmp_p
         except ConversionError as error:
             refused += 1
             assert str(error) and "\n" not in str(error)
-            assert names(tmp_path) == ["source"]
+            assert file_names(tmp_path) == ["source"]
         else:
-            assert names(tmp_path) == ["out", "source"]
-            assert {"config.json", "conversion.json"} < set(names(out))
+            assert file_names(tmp_path) == ["out", "source"]
+            assert {"config.json", "conversion.json"} < set(file_names(out))
             shutil.rmtree(out)
         assert {file.name: file.read_bytes() for file in source.iterdir()} == files | {victim: damaged}
         shutil.rmtree(source)

@@ -35,49 +35,49 @@ RAW = [
 ROUNDS = 2000
 
 
-def framed(header):
+def with_length_prefix(header):
     return len(header).to_bytes(8, "little") + header
 
 
-def split(file):
+def split_header(file):
     size = int.from_bytes(file[:8], "little")
     return file[8 : 8 + size], file[8 + size :]
 
 
-def flip(chance, raw):
+def flip_bit(chance, raw):
     position = chance.randrange(len(raw))
     return raw[:position] + bytes([raw[position] ^ 1 << chance.randrange(8)]) + raw[position + 1 :]
 
 
-def cut(chance, raw):
+def truncate(chance, raw):
     return raw[: chance.randrange(len(raw))]
 
 
-def insert(chance, raw):
+def insert_bytes(chance, raw):
     position = chance.randrange(len(raw))
     extra = chance.choice([chance.randbytes(chance.randint(1, 9)), *RAW])
     return raw[:position] + extra + raw[position + chance.choice([0, 0, 1, len(extra)]) :]
 
 
-def repeat(chance, raw):
+def repeat_slice(chance, raw):
     """Return `raw` with a slice repeated, which can duplicate keys."""
     begin, end = sorted(chance.randrange(len(raw)) for _ in range(2))
     return raw[:end] + raw[begin:end] + raw[end:]
 
 
-def entries(value):
+def json_entries(value):
     """Yield each container in a JSON document with each of its keys or indices."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     for key in keys:
         yield value, key
-        yield from entries(value[key])
+        yield from json_entries(value[key])
 
 
-def change(chance, raw):
+def change_json(chance, raw):
     """Replace, rename, increment or remove one or two entries of a JSON document."""
     content = json.loads(raw)
     for _ in range(chance.choice([1, 1, 2])):
-        holder, key = chance.choice(list(entries(content)) or [({"": 0}, "")])
+        holder, key = chance.choice(list(json_entries(content)) or [({"": 0}, "")])
         odd = chance.choice(ODD)
         kind = chance.randrange(5)
         if kind == 0 and isinstance(holder, dict):
@@ -91,7 +91,7 @@ def change(chance, raw):
     return json.dumps(content).encode()
 
 
-MUTATIONS = (flip, cut, insert, repeat, change, change, change)
+MUTATIONS = (flip_bit, truncate, insert_bytes, repeat_slice, change_json, change_json, change_json)
 
 
 def damage(chance, raw):
@@ -100,19 +100,19 @@ def damage(chance, raw):
             try:
                 raw = chance.choice(MUTATIONS)(chance, raw)
             except (ValueError, KeyError, RecursionError):  # no longer JSON, or the same entry changed twice
-                raw = flip(chance, raw)
+                raw = flip_bit(chance, raw)
     return raw
 
 
 def damaged_file(chance, file):
     """Return a file with a damaged header of the stated length, or with damage anywhere in the first bytes."""
-    header, data = split(file)
+    header, data = split_header(file)
     if chance.random() < 0.7:
-        return framed(damage(chance, header)) + data
-    return chance.choice([flip, cut, insert, repeat])(chance, file[: 8 + len(header) + 40])
+        return with_length_prefix(damage(chance, header)) + data
+    return chance.choice([flip_bit, truncate, insert_bytes, repeat_slice])(chance, file[: 8 + len(header) + 40])
 
 
-def outcome(folder):
+def load_and_check(folder):
     """Return the store's error message, or None if it loads; then the tensors must match the bytes of the file."""
     try:
         store = SafetensorsStore(folder)
@@ -127,11 +127,11 @@ def outcome(folder):
     # A damaged name or dtype can still describe the same bytes; only their number and order must be right.
     assert all(tensor.flatten().view(torch.uint8).numpy().tobytes() == raw[name] for name, tensor in tensors.items())
     for file, names in store.shards.items():
-        assert b"".join(raw[name] for name in names) == split((folder / file).read_bytes())[1]
+        assert b"".join(raw[name] for name in names) == split_header((folder / file).read_bytes())[1]
     return None
 
 
-def check_all(folder, damage_once):
+def check_many_damages(folder, damage_once):
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     messages = [damage_once(folder) for _ in range(ROUNDS // 2)]
     assert messages.count(None) < len(messages) / 2
@@ -144,9 +144,9 @@ def test_damaged_headers_give_one_line_error_or_right_tensors(tmp_path):
 
     def once(folder):
         (folder / WEIGHTS).write_bytes(damaged_file(chance, whole))
-        return outcome(folder)
+        return load_and_check(folder)
 
-    check_all(tmp_path, once)
+    check_many_damages(tmp_path, once)
 
 
 def test_damaged_indexes_and_shards_give_error_or_right_tensors(tmp_path):
@@ -156,21 +156,21 @@ def test_damaged_indexes_and_shards_give_error_or_right_tensors(tmp_path):
     whole[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode()
     for file, content in whole.items():
         (tmp_path / file).write_bytes(content)
-    assert outcome(tmp_path) is None
+    assert load_and_check(tmp_path) is None
 
     def once(folder):
         file = chance.choice([INDEX, INDEX, *SHARDS])
         content = damage(chance, whole[file]) if file == INDEX else damaged_file(chance, whole[file])
         (folder / file).write_bytes(content)
-        message = outcome(folder)
+        message = load_and_check(folder)
         (folder / file).write_bytes(whole[file])
         return message
 
-    check_all(tmp_path, once)
+    check_many_damages(tmp_path, once)
 
 
 @pytest.mark.parametrize("shape", [[10**18], [2**31, 2**31], [1 << 40]])
 def test_header_with_huge_shape_is_refused(tmp_path, shape):
     header = {"a": {"dtype": "F16", "shape": shape, "data_offsets": [0, 2 * torch.Size(shape).numel()]}}
-    (tmp_path / WEIGHTS).write_bytes(framed(json.dumps(header).encode()) + bytes(64))
-    assert "'a'" in outcome(tmp_path) or WEIGHTS in outcome(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(with_length_prefix(json.dumps(header).encode()) + bytes(64))
+    assert "'a'" in load_and_check(tmp_path) or WEIGHTS in load_and_check(tmp_path)

@@ -25,11 +25,13 @@ FORMATS: dict[str, dict[str, str]] = {
 }
 
 
-def chunked(store: TensorStore, name: str) -> bytes:
+def joined_chunks(store: TensorStore, name: str) -> bytes:
     return b"".join(bytes(chunk) for chunk in store.chunks(name))
 
 
-def stored(path: Path, backbone: str, formats: dict[str, str] | None = None, **changes: Any) -> tuple[Any, Any]:
+def write_and_open(
+    path: Path, backbone: str, formats: dict[str, str] | None = None, **changes: Any
+) -> tuple[Any, Any]:
     model = gguf_toys.model(backbone, **changes)
     return model, GgufStore(gguf_toys.write_model(path / "toy.gguf", model, backbone, formats))
 
@@ -37,19 +39,19 @@ def stored(path: Path, backbone: str, formats: dict[str, str] | None = None, **c
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_store_reads_written_tensors(tmp_path, backbone, tied):
-    model, store = stored(tmp_path, backbone, tie_word_embeddings=tied)
+    model, store = write_and_open(tmp_path, backbone, tie_word_embeddings=tied)
     expected = gguf_toys.stock_tensors(model)
     assert store.entries.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(store.read(name), tensor), name
-        assert chunked(store, name) == tensor.numpy().tobytes(), name
+        assert joined_chunks(store, name) == tensor.numpy().tobytes(), name
         assert store.entries[name].shape == tensor.shape
     assert store.config["tie_word_embeddings"] is tied
 
 
 @pytest.mark.parametrize(("backbone", "form"), oldest(grid(toys.BACKBONES, FORMATS, strength=1)))
 def test_dequantised_tensors_match_transformers(tmp_path, backbone, form):
-    _, store = stored(tmp_path, backbone, FORMATS[form])
+    _, store = write_and_open(tmp_path, backbone, FORMATS[form])
     config = AutoConfig.for_model(**store.config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="toy.gguf", config=config, dtype=torch.float32)
     expected = gguf_toys.stock_tensors(model)
@@ -59,7 +61,7 @@ def test_dequantised_tensors_match_transformers(tmp_path, backbone, form):
 
 
 def test_unquantised_tensors_keep_dtype(tmp_path):
-    _, store = stored(tmp_path, "Llama", {"": "Q8_0", "token_embd.weight": "BF16", "attn_q.weight": "F16"})
+    _, store = write_and_open(tmp_path, "Llama", {"": "Q8_0", "token_embd.weight": "BF16", "attn_q.weight": "F16"})
     dtypes = {name.removeprefix("model.layers.0."): entry.dtype for name, entry in store.entries.items()}
     assert dtypes["model.embed_tokens.weight"] == "BF16"
     assert dtypes["self_attn.q_proj.weight"] == "F16"
@@ -67,11 +69,11 @@ def test_unquantised_tensors_keep_dtype(tmp_path):
     for name, entry in store.entries.items():
         tensor = store.read(name)
         assert tensor.dtype == DTYPES[entry.dtype]
-        assert chunked(store, name) == tensor.view(torch.uint8).numpy().tobytes()
+        assert joined_chunks(store, name) == tensor.view(torch.uint8).numpy().tobytes()
 
 
 def test_chunks_contain_whole_heads(tmp_path, monkeypatch):
-    model, store = stored(tmp_path, "Llama")
+    model, store = write_and_open(tmp_path, "Llama")
     monkeypatch.setattr("crosshead.conversion.gguf.tensors.CHUNK", 1)
     for name, tensor in gguf_toys.stock_tensors(model).items():
         assert torch.equal(store.read(name), tensor)
@@ -80,7 +82,7 @@ def test_chunks_contain_whole_heads(tmp_path, monkeypatch):
 
 
 def test_shards_follow_layer_order_and_size_limit(tmp_path, monkeypatch):
-    _, store = stored(tmp_path, "Qwen3Moe", tie_word_embeddings=False)
+    _, store = write_and_open(tmp_path, "Qwen3Moe", tie_word_embeddings=False)
     assert list(store.shards) == ["model.safetensors"]
     monkeypatch.setattr(gguf_store, "MAX_SHARD", 60_000)
     sharded = GgufStore(tmp_path / "toy.gguf")
@@ -119,7 +121,7 @@ def test_split_file_is_read_and_missing_part_is_refused(tmp_path):
 
 
 def test_fingerprint_changes_with_file_content(tmp_path):
-    model, store = stored(tmp_path, "Llama")
+    model, store = write_and_open(tmp_path, "Llama")
     assert GgufStore(tmp_path / "toy.gguf").fingerprint() == store.fingerprint()
     (tmp_path / "toy.gguf").unlink()
     gguf_toys.write_model(tmp_path / "toy.gguf", model, "Llama", {"": "F16"})

@@ -30,20 +30,20 @@ KINDS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-def fields(path):
+def read_metadata(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-def written(folder, tokenizer, **changes):
+def fold_and_read_metadata(folder, tokenizer, **changes):
     made = toy.write_mixed(folder / "made", tokenizer=tokenizer, **changes)
     crosshead.fold(made, folder / "x.gguf", verify=False)
-    return fields(folder / "x.gguf")
+    return read_metadata(folder / "x.gguf")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
     tokenizer = KINDS[kind]()
-    metadata = written(tmp_path, tokenizer)
+    metadata = fold_and_read_metadata(tmp_path, tokenizer)
     tokens = metadata["tokenizer.ggml.tokens"]
     assert len(tokens) == toy.VOCABULARY
     assert all(tokens[index] == token for token, index in tokenizer.get_vocab().items())
@@ -62,7 +62,7 @@ def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
 
 
 def test_token_types_of_bpe_vocabulary(tmp_path):
-    metadata = written(tmp_path, toy.bpe())
+    metadata = fold_and_read_metadata(tmp_path, toy.bpe())
     types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
     assert (types["<s>"], types["</s>"], types["<think>"], types["low"]) == (CONTROL, CONTROL, USER_DEFINED, NORMAL)
     assert metadata["tokenizer.ggml.model"] == "gpt2" and "tokenizer.ggml.scores" not in metadata
@@ -70,7 +70,7 @@ def test_token_types_of_bpe_vocabulary(tmp_path):
 
 
 def test_token_types_and_scores_of_sentencepiece_vocabulary(tmp_path):
-    metadata = written(tmp_path, toy.sentencepiece())
+    metadata = fold_and_read_metadata(tmp_path, toy.sentencepiece())
     tokens = metadata["tokenizer.ggml.tokens"]
     types = dict(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
     assert (types["<unk>"], types["<s>"], types["<0x0A>"], types["low"]) == (UNKNOWN, CONTROL, BYTE, NORMAL)
@@ -87,7 +87,7 @@ def test_add_bos_and_add_eos_follow_post_processor(start, end, tmp_path):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{start}$A{end}", special_tokens=special
     )
-    metadata = written(tmp_path, tokenizer)
+    metadata = fold_and_read_metadata(tmp_path, tokenizer)
     assert metadata["tokenizer.ggml.add_bos_token"] is bool(start)
     assert metadata["tokenizer.ggml.add_eos_token"] is bool(end)
 
@@ -95,7 +95,7 @@ def test_add_bos_and_add_eos_follow_post_processor(start, end, tmp_path):
 def test_config_special_ids_replace_missing_tokenizer_ids(tmp_path):
     tokenizer = toy.bpe()
     tokenizer.bos_token = None
-    metadata = written(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
+    metadata = fold_and_read_metadata(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
     assert ids == {"bos": 5, "eos": tokenizer.eos_token_id, "padding": 7, "unknown": None}
 
@@ -104,7 +104,7 @@ def test_config_special_ids_replace_missing_tokenizer_ids(tmp_path):
 def test_chat_templates_are_written(templates, tmp_path):
     tokenizer = toy.bpe()
     tokenizer.chat_template = templates
-    metadata = written(tmp_path, tokenizer)
+    metadata = fold_and_read_metadata(tmp_path, tokenizer)
     assert metadata["tokenizer.chat_template"] == "{{ 1 }}"
     if isinstance(templates, dict):
         assert metadata["tokenizer.chat_templates"] == ["tool_use"]
@@ -112,7 +112,7 @@ def test_chat_templates_are_written(templates, tmp_path):
 
 
 def read_back(tmp_path, tokenizer):
-    written(tmp_path, tokenizer)
+    fold_and_read_metadata(tmp_path, tokenizer)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
         pytest.skip("this version of transformers reads no tokenizers of GGUF files")
     write_side_files(GgufStore(tmp_path / "x.gguf"), tmp_path / "side")
@@ -146,7 +146,7 @@ def test_chat_templates_are_read(tmp_path):
         assert read_back(folder, tokenizer).chat_template == templates
 
 
-def part(**parts):
+def save_with_replaced_parts(**parts):
     """Return a function that saves a tokenizer with some of its parts replaced."""
 
     def damage(folder):
@@ -158,7 +158,7 @@ def part(**parts):
     return damage
 
 
-def beside(name, content=b""):
+def create_beside(name, content=b""):
     """Return a function that makes a file beside the source, or a folder if `content` is None."""
 
     def make(folder):
@@ -177,21 +177,21 @@ BAD = {
     "upper case": Case("'Q8_0'", command=f"{FOLD} --type Q8_0"),
     "a folder with a type": Case("ends in .gguf", command="fold source x --type q8_0"),
     "another suffix": Case("ends in .gguf", command="fold source x.bin --type q8_0"),
-    "a file": Case("--overwrite", beside("x.gguf", b"GGUF"), FOLD),
-    "a folder in its place": Case("is a folder", beside("x.gguf", None), f"{FOLD} --overwrite"),
-    "another file": Case("does not begin with GGUF", beside("x.gguf", b"text"), f"{FOLD} --overwrite"),
-    "a record": Case("x.gguf.conversion.json", beside("x.gguf.conversion.json"), FOLD),
+    "a file": Case("--overwrite", create_beside("x.gguf", b"GGUF"), FOLD),
+    "a folder in its place": Case("is a folder", create_beside("x.gguf", None), f"{FOLD} --overwrite"),
+    "another file": Case("does not begin with GGUF", create_beside("x.gguf", b"text"), f"{FOLD} --overwrite"),
+    "a record": Case("x.gguf.conversion.json", create_beside("x.gguf.conversion.json"), FOLD),
     "a folder in the record's place": Case(
-        "x.gguf.conversion.json", beside("x.gguf.conversion.json", None), f"{FOLD} --overwrite"
+        "x.gguf.conversion.json", create_beside("x.gguf.conversion.json", None), f"{FOLD} --overwrite"
     ),
     "in the source": Case("overlaps", command="fold source source/x.gguf"),
-    "under a file": Case("file/x.gguf", beside("file"), "fold source file/x.gguf"),
+    "under a file": Case("file/x.gguf", create_beside("file"), "fold source file/x.gguf"),
     "unknown tensors": Case("not part of this model type", config(model_type="llama", mixers=...), FOLD),
     "what cannot be folded": Case("'mixture' in layer 0", config(mixers=toy.MIXERS | ROUTED), FOLD),
     "no tokenizer": Case("tokenizer", remove("tokenizer.json"), FOLD),
     "words": Case("WordLevel", lambda folder: character_tokenizer().save_pretrained(folder), FOLD),
-    "another split": Case("'Split'", part(pre_tokenizer=SPLIT), FOLD),
-    "a normaliser": Case("Lowercase", part(normalizer=normalizers.Lowercase()), FOLD),
+    "another split": Case("'Split'", save_with_replaced_parts(pre_tokenizer=SPLIT), FOLD),
+    "a normaliser": Case("Lowercase", save_with_replaced_parts(normalizer=normalizers.Lowercase()), FOLD),
     "a long vocabulary": Case("ends at 99", lambda folder: toy.write_mixed(folder, vocab_size=100), FOLD),
     "dry run": Case("WordLevel", lambda folder: character_tokenizer().save_pretrained(folder), f"{FOLD} --dry-run"),
 }

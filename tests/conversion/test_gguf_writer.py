@@ -41,7 +41,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def sizes(backbone):
+def quantisable_sizes(backbone):
     """Return toy sizes whose matrices can be quantised."""
     all_sizes = gguf_toys.SIZES | ({"head_dim": 32} if backbone.startswith("Qwen3") else {})
     return (
@@ -49,7 +49,7 @@ def sizes(backbone):
     )
 
 
-def folded(folder, backbone="Llama", type=None, **changes):
+def fold_model(folder, backbone="Llama", type=None, **changes):
     """Fold a model to a GGUF file and to a folder; return the record, the file and the folder."""
     made = tokenizers.write_mixed(folder / "made", backbone, **changes)
     report = crosshead.fold(made, folder / "x.gguf", type=type)
@@ -57,11 +57,11 @@ def folded(folder, backbone="Llama", type=None, **changes):
     return report, folder / "x.gguf", folder / "stock"
 
 
-def stock(folder):
+def load_stock(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def contents(path):
+def read_gguf(path):
     """Return the metadata fields and the tensors of a file, as the gguf package reads them."""
     reader = gguf.GGUFReader(path)
     return {name: field.contents() for name, field in reader.fields.items()}, {
@@ -71,7 +71,7 @@ def contents(path):
 
 @pytest.mark.parametrize(("backbone", "tied"), oldest(grid(toys.BACKBONES, (True, False))))
 def test_written_file_reads_back_as_folded_model(backbone, tied, tmp_path):
-    report, path, folder = folded(tmp_path, backbone, tie_word_embeddings=tied, rms_norm_eps=1e-5)
+    report, path, folder = fold_model(tmp_path, backbone, tie_word_embeddings=tied, rms_norm_eps=1e-5)
     verification = report["verification"]
     assert verification["must_equal"] and verification["kl_divergence"] < 1e-6
     store, expected = GgufStore(path), load_file(folder / "model.safetensors")
@@ -91,21 +91,21 @@ def test_written_file_reads_back_as_folded_model(backbone, tied, tmp_path):
 
 
 def test_stock_model_gives_same_file_as_folded_model(tmp_path):
-    _, path, folder = folded(tmp_path, "Llama")
+    _, path, folder = fold_model(tmp_path, "Llama")
     report = crosshead.fold(folder, tmp_path / "again.gguf")
     assert report["verification"]["must_equal"] and report["counts"]["rewritten"] == 0
-    names = {**contents(path)[0], "general.name": folder.name}
-    assert contents(tmp_path / "again.gguf")[0] == names
-    (_, one), (_, other) = contents(path), contents(tmp_path / "again.gguf")
+    names = {**read_gguf(path)[0], "general.name": folder.name}
+    assert read_gguf(tmp_path / "again.gguf")[0] == names
+    (_, one), (_, other) = read_gguf(path), read_gguf(tmp_path / "again.gguf")
     assert all((one[name].data == other[name].data).all() for name in one | other)
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_tensors_and_metadata_match_reference_writer(backbone, tmp_path):
     """Names from gguf's own table, interleaved rows of queries and keys, stacked experts, the same metadata."""
-    _, path, folder = folded(tmp_path, backbone, **sizes(backbone))
-    model, architecture = stock(folder), gguf_toys.ARCHITECTURES[backbone]
-    fields, tensors = contents(path)
+    _, path, folder = fold_model(tmp_path, backbone, **quantisable_sizes(backbone))
+    model, architecture = load_stock(folder), gguf_toys.ARCHITECTURES[backbone]
+    fields, tensors = read_gguf(path)
     expected = gguf_toys.gguf_tensors(model, architecture)
     assert tensors.keys() == expected.keys()
     for name, values in expected.items():
@@ -119,12 +119,12 @@ def test_tensors_and_metadata_match_reference_writer(backbone, tmp_path):
 
 @pytest.mark.parametrize(("backbone", "type"), grid(toys.BACKBONES, FILE_TYPES, strength=1))
 def test_file_types_quantise_matrices_only(backbone, type, tmp_path):
-    report, path, folder = folded(tmp_path, backbone, type, **sizes(backbone))
-    fields, tensors = contents(path)
+    report, path, folder = fold_model(tmp_path, backbone, type, **quantisable_sizes(backbone))
+    fields, tensors = read_gguf(path)
     assert gguf.LlamaFileType(fields["general.file_type"]).name.endswith(type.upper())
     assert (fields.get("general.quantization_version") == 2) is (type not in ("f32", "f16", "bf16"))
     form = gguf.GGMLQuantizationType[type.upper()]
-    for name, values in gguf_toys.gguf_tensors(stock(folder), gguf_toys.ARCHITECTURES[backbone]).items():
+    for name, values in gguf_toys.gguf_tensors(load_stock(folder), gguf_toys.ARCHITECTURES[backbone]).items():
         is_single = values.ndim == 1 or "ffn_gate_inp" in name
         expected = values if is_single else gguf.quantize(values, form)
         assert (
@@ -139,8 +139,8 @@ def test_file_types_quantise_matrices_only(backbone, type, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "form"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
 def test_default_type_follows_model_dtype(dtype, form, tmp_path):
-    report, path, folder = folded(tmp_path, dtype=getattr(torch, dtype))
-    _, tensors = contents(path)
+    report, path, folder = fold_model(tmp_path, dtype=getattr(torch, dtype))
+    _, tensors = read_gguf(path)
     assert {each.tensor_type.name for each in tensors.values()} == {form, "F32"}
     store = GgufStore(path)
     assert store.config["dtype"] == dtype
@@ -150,8 +150,8 @@ def test_default_type_follows_model_dtype(dtype, form, tmp_path):
 
 
 def test_rows_not_divisible_by_block_are_written_as_f16(tmp_path):
-    report, path, _ = folded(tmp_path, type="q4_0", **sizes("Llama") | {"intermediate_size": 40})
-    _, tensors = contents(path)
+    report, path, _ = fold_model(tmp_path, type="q4_0", **quantisable_sizes("Llama") | {"intermediate_size": 40})
+    _, tensors = read_gguf(path)
     assert {name for name, each in tensors.items() if each.tensor_type.name == "F16"} == {
         f"blk.{layer}.ffn_down.weight" for layer in (0, 1)
     }
@@ -164,8 +164,8 @@ def test_biases_are_written(tmp_path):
     report = crosshead.fold(made, tmp_path / "x.gguf")
     assert report["verification"]["kl_divergence"] < 1e-6
     crosshead.fold(made, tmp_path / "stock", verify=False)
-    _, tensors = contents(tmp_path / "x.gguf")
-    expected = gguf_toys.gguf_tensors(stock(tmp_path / "stock"), "llama")
+    _, tensors = read_gguf(tmp_path / "x.gguf")
+    expected = gguf_toys.gguf_tensors(load_stock(tmp_path / "stock"), "llama")
     biases = {name for name in expected if name.endswith(".bias")}
     assert len(biases) == 2 * 7 and biases < tensors.keys()
     assert all((tensors[name].data == expected[name]).all() for name in biases)
@@ -183,13 +183,13 @@ def test_biases_are_written(tmp_path):
     ],
 )
 def test_rope_parameters_are_written(rope, kind, tmp_path):
-    _, path, folder = folded(tmp_path, rope_parameters=rope)
+    _, path, folder = fold_model(tmp_path, rope_parameters=rope)
     parameters = GgufStore(path).config["rope_parameters"]
     assert parameters["rope_type"] == kind
     if kind == rope["rope_type"] != "longrope":
         assert parameters == rope
-    _, tensors = contents(path)
-    inverse = stock(folder).model.rotary_emb.inv_freq
+    _, tensors = read_gguf(path)
+    inverse = load_stock(folder).model.rotary_emb.inv_freq
     if "rope_freqs.weight" in tensors:
         plain = rope["rope_theta"] ** -(torch.arange(0, 8, 2) / 8)
         torch.testing.assert_close(torch.tensor(tensors["rope_freqs.weight"].data), plain / inverse, rtol=1e-5, atol=0)
@@ -197,7 +197,7 @@ def test_rope_parameters_are_written(rope, kind, tmp_path):
 
 
 def test_yarn_rope_round_trips_for_qwen2(tmp_path):
-    _, path, _ = folded(tmp_path, "Qwen2", rope_parameters=YARN)
+    _, path, _ = fold_model(tmp_path, "Qwen2", rope_parameters=YARN)
     assert GgufStore(path).config["rope_parameters"] == YARN
 
 
@@ -227,7 +227,7 @@ def test_models_unsupported_by_llama_cpp_are_refused(name, tmp_path):
 
 
 def test_file_does_not_depend_on_chunk_size(tmp_path, monkeypatch):
-    made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
+    made = tokenizers.write_mixed(tmp_path / "made", **quantisable_sizes("Llama"))
     crosshead.fold(made, tmp_path / "one.gguf", type="q8_0", verify=False)
     monkeypatch.setattr("crosshead.conversion.writing.shard_writer.CHUNK", 1)
     crosshead.fold(made, tmp_path / "many.gguf", type="q8_0", verify=False)
@@ -235,7 +235,7 @@ def test_file_does_not_depend_on_chunk_size(tmp_path, monkeypatch):
 
 
 def test_values_that_overflow_float16_are_refused(tmp_path):
-    made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
+    made = tokenizers.write_mixed(tmp_path / "made", **quantisable_sizes("Llama"))
     value("model.layers.0.mlp.up_proj.weight", 1e6)(made)
     for type in ("f16", "q8_0"):
         with pytest.raises(ConversionError, match=r"up_proj.* --type bf16"):
@@ -254,7 +254,7 @@ def test_verification_detects_wrong_file(tmp_path, monkeypatch):
 
 
 def test_dry_run_reports_tensors_and_size(tmp_path):
-    made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
+    made = tokenizers.write_mixed(tmp_path / "made", **quantisable_sizes("Llama"))
     report = crosshead.fold(made, tmp_path / "x.gguf", type="q8_0", plan_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert report["tensors"]["token_embd.weight"] == {"fate": "rewritten", "dtype": "Q8_0", "shape": [320, 64]}

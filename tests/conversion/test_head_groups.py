@@ -75,7 +75,7 @@ HALF = {"key_heads": 2, "value_heads": 2}
 PROSE = "a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40
 
 
-def with_components(folder, combinations):
+def write_combined_heads(folder, combinations):
     """Write a toy whose four key and value heads are combinations of two components."""
     model = toys.stock_model("Llama", num_attention_heads=8, num_key_value_heads=4)
     with torch.no_grad():
@@ -87,14 +87,14 @@ def with_components(folder, combinations):
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def combined(request, tmp_path_factory):
-    return request.param, with_components(
+def combined_checkpoint(request, tmp_path_factory):
+    return request.param, write_combined_heads(
         tmp_path_factory.mktemp(request.param) / "source", COMBINATIONS[request.param]
     )
 
 
-def test_number_of_groups_is_chosen_by_fitted_error(combined, tmp_path):
-    name, source = combined
+def test_number_of_groups_is_chosen_by_fitted_error(combined_checkpoint, tmp_path):
+    name, source = combined_checkpoint
     saved, groups = tmp_path / "saved.safetensors", {"pairs": 2, "all": 1}[name]
     text = tmp_path / "text.txt"
     text.write_text(PROSE)

@@ -24,7 +24,7 @@ def layer_and_input(backbone, length=12, **changes):
     return model.model.layers[0].self_attn, hidden, (cos, sin), layer_layout(backbone, model.config)
 
 
-def observed(attention, hidden, turn, layout):
+def observe_windows(attention, hidden, turn, layout):
     statistics = HeadStatistics(layout)
     for window in hidden.split(1):
         statistics.observe(attention, window, turn)
@@ -34,7 +34,7 @@ def observed(attention, hidden, turn, layout):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_statistics_of_windows_add_up(backbone):
     arguments = layer_and_input(backbone)
-    whole, apart = HeadStatistics(arguments[3]), observed(*arguments)
+    whole, apart = HeadStatistics(arguments[3]), observe_windows(*arguments)
     whole.observe(*arguments[:3])
     for name, tensor in apart.as_tensors().items():
         assert tensor.dtype == torch.float64
@@ -43,7 +43,7 @@ def test_statistics_of_windows_add_up(backbone):
     assert again.sums.keys() == apart.sums.keys()
 
 
-def turn_matrix(cos, sin):
+def rope_matrix(cos, sin):
     """Return the RoPE rotation at one position as a matrix: `rotated = matrix @ x`."""
     half = D // 2
     quarter = torch.zeros(D, D, dtype=torch.float64)
@@ -51,7 +51,7 @@ def turn_matrix(cos, sin):
     return torch.diag(cos) + torch.diag(sin) @ quarter
 
 
-def attention_of(attention, hidden, cos, sin, changed=None):
+def reference_attention(attention, hidden, cos, sin, changed=None):
     """Slow attention: return head outputs (T, heads, D), weights (heads, T, T) and values (T, KV heads, D).
 
     `changed` is (KV head, position, error): the error is added to this key before its norm.
@@ -65,7 +65,7 @@ def attention_of(attention, hidden, cos, sin, changed=None):
         key[changed[1], changed[0]] += changed[2]
     if hasattr(attention, "q_norm"):
         query, key = (norm.double()(x) for norm, x in ((attention.q_norm, query), (attention.k_norm, key)))
-    turns = [turn_matrix(c, s) for c, s in zip(cos, sin, strict=True)]
+    turns = [rope_matrix(c, s) for c, s in zip(cos, sin, strict=True)]
     reach = getattr(attention, "sliding_window", None) or length
     weights = torch.zeros(heads * group, length, length, dtype=torch.float64)
     outputs = torch.zeros(length, heads * group, D, dtype=torch.float64)
@@ -85,10 +85,10 @@ def test_value_statistics_match_reference_loop(backbone, sliding):
     attention, hidden, (cos, sin), layout = layer_and_input(backbone)
     attention.sliding_window = sliding
     with torch.no_grad():
-        statistics = observed(attention, hidden, (cos, sin), layout)
+        statistics = observe_windows(attention, hidden, (cos, sin), layout)
         gram = torch.zeros_like(statistics.sums["value.gram"])
         for window in hidden:
-            _, weights, value = attention_of(attention, window, cos[0], sin[0])
+            _, weights, value = reference_attention(attention, window, cos[0], sin[0])
             features = value.flatten(1)
             if attention.v_proj.bias is not None:
                 features = torch.cat([features, torch.ones(len(features), 1)], dim=1)
@@ -109,15 +109,15 @@ def test_value_statistics_match_reference_loop(backbone, sliding):
 def test_metric_of_first_key_matches_output_change(backbone):
     attention, hidden, (cos, sin), layout = layer_and_input(backbone)
     with torch.no_grad():
-        statistics = observed(attention, hidden, (cos, sin), layout)
+        statistics = observe_windows(attention, hidden, (cos, sin), layout)
         error = 1e-3 * torch.randn(D, generator=torch.Generator().manual_seed(5)).double()
         for head in range(2):
             cost = 0.0
             for window in hidden:
-                before, _, _ = attention_of(attention, window, cos[0], sin[0])
+                before, _, _ = reference_attention(attention, window, cos[0], sin[0])
                 key = attention.k_proj(window[:1]).view(-1, D)[head]
                 scale = key.square().mean().add(layout.key_norm_eps).sqrt() if layout.key_norm_eps else 1.0
-                after, _, _ = attention_of(attention, window, cos[0], sin[0], (head, 0, error * scale))
+                after, _, _ = reference_attention(attention, window, cos[0], sin[0], (head, 0, error * scale))
                 for query_head in (2 * head, 2 * head + 1):
                     readout = attention.o_proj.weight[:, query_head * D : (query_head + 1) * D]
                     cost += float(((after - before)[:, query_head] @ readout.T).square().sum()) * D
@@ -133,12 +133,12 @@ def test_key_metric_estimate_converges_to_exact_value(monkeypatch):
         mean.observe(attention, hidden[:1], turn)
     exact = torch.zeros(D, D, dtype=torch.float64)
     with torch.no_grad():
-        outputs, weights, value = attention_of(attention, hidden[0], turn[0][0], turn[1][0])
+        outputs, weights, value = reference_attention(attention, hidden[0], turn[0][0], turn[1][0])
         for head in (0, 1):
             readout = attention.o_proj.weight[:, head * D : (head + 1) * D]
             for t in range(12):
                 for s in range(1, t - head_statistics.NEAR + 1):
-                    query_turn, key_turn = (turn_matrix(turn[0][0, x], turn[1][0, x]) for x in (t, s))
+                    query_turn, key_turn = (rope_matrix(turn[0][0, x], turn[1][0, x]) for x in (t, s))
                     query = attention.q_proj(hidden[0, t]).view(-1, D)[head]
                     change = (value[s, 0] - outputs[t, head]) @ readout.T
                     move = (key_turn.T @ query_turn @ query) * weights[head, t, s] * change.norm()
@@ -150,6 +150,6 @@ def test_key_metric_estimate_converges_to_exact_value(monkeypatch):
 def test_long_windows_use_sampled_queries(monkeypatch):
     arguments = layer_and_input("Llama")
     monkeypatch.setattr(head_statistics, "QUERIES", 4)
-    statistics = observed(*arguments)
+    statistics = observe_windows(*arguments)
     assert float(statistics.sums["value.weight"][0, 0]) == 2 * 2 * 4
     assert all(torch.isfinite(tensor).all() for tensor in statistics.sums.values())

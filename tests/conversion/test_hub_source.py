@@ -20,7 +20,9 @@ ODD = "model.safetensors-{}"
 SIDE = ["LICENSE", "additional_chat_templates", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-def ask(address: str, home: Path, requests: list[tuple[str, str | None]], offline: bool = False) -> list[Any]:
+def open_from_hub(
+    address: str, home: Path, requests: list[tuple[str, str | None]], offline: bool = False
+) -> list[Any]:
     """Open each (name, revision) from the Hub at `address`; return a summary of each source, or its error message."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", address)
@@ -34,13 +36,13 @@ def ask(address: str, home: Path, requests: list[tuple[str, str | None]], offlin
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setattr(time, "sleep", lambda seconds: None)  # the client waits between attempts
         close_session()
-        results = [opened(name, revision, home / "scratch") for name, revision in requests]
+        results = [summary_or_error(name, revision, home / "scratch") for name, revision in requests]
     close_session()
     assert TOKEN not in json.dumps(results)
     return results
 
 
-def opened(name: str, revision: str | None, scratch: Path) -> Any:
+def summary_or_error(name: str, revision: str | None, scratch: Path) -> Any:
     try:
         source = open_source(name, revision, scratch=scratch)
     except ConversionError as error:
@@ -69,7 +71,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory, files):
+def sharded_files(tmp_path_factory, files):
     folder = tmp_path_factory.mktemp("sharded")
     toys.stock_model("Llama").save_pretrained(folder, max_shard_size=MANY_SHARDS)
     made = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
@@ -82,7 +84,7 @@ def sharded(tmp_path_factory, files):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, files, sharded):
+def outcomes(tmp_path_factory, files, sharded_files):
     home = tmp_path_factory.mktemp("home")
     pickled = {name: raw for name, raw in files.items() if not name.endswith(".safetensors")}
     repositories = {
@@ -94,16 +96,16 @@ def outcomes(tmp_path_factory, files, sharded):
         "org/silent": Repository(files, status=0),
         "org/dropping": Repository(files, dropped=1000),
         "org/pickled": Repository(pickled),
-        "org/sharded": Repository(sharded | {"consolidated.safetensors": b"never"}),
+        "org/sharded": Repository(sharded_files | {"consolidated.safetensors": b"never"}),
         "org/gguf": Repository({"toy.Q8_0.gguf": b"GGUF"}),
         "org/bare": Repository({"model.safetensors": files["model.safetensors"]}),
     }
     models = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
     models += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
-        online = ask(hub.address, home, models)
+        online = open_from_hub(hub.address, home, models)
     offline_requests = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None)]
-    offline = ask(hub.address, home, offline_requests, offline=True)
+    offline = open_from_hub(hub.address, home, offline_requests, offline=True)
     results = dict(zip(models, online, strict=True))
     results |= {("offline", *key): result for key, result in zip(offline_requests, offline, strict=True)}
     return results | {"requests": hub.requests}
@@ -123,9 +125,9 @@ def test_only_needed_files_are_downloaded(outcomes, files):
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
 
 
-def test_only_shards_of_index_are_downloaded(outcomes, sharded):
+def test_only_shards_of_index_are_downloaded(outcomes, sharded_files):
     summary = outcomes["org/sharded", None]
-    shards = [name for name in sharded if name.startswith(ODD.format(""))]
+    shards = [name for name in sharded_files if name.startswith(ODD.format(""))]
     assert len(shards) > 2
     assert {name for name in summary["downloaded"] if ".safetensors" in name} == {INDEX, *shards}
     assert summary["bytes"] == outcomes["org/toy", None]["bytes"]

@@ -48,7 +48,7 @@ ROPE = {
 }
 
 
-def write(folder, backbone, mixers, dtype=torch.float32, **changes):
+def write_checkpoint(folder, backbone, mixers, dtype=torch.float32, **changes):
     model = toys.mixed_model(backbone, mixers, **HEADS | changes)
     for name, parameter in model.named_parameters():
         if name.endswith("explicit.key.weight"):  # the eps of Qwen3's norm on keys shows for very small scalars
@@ -56,7 +56,7 @@ def write(folder, backbone, mixers, dtype=torch.float32, **changes):
     return write_model(model, folder, MANY_SHARDS, dtype)
 
 
-def run(folder):
+def run_with_cache(folder):
     """Return the model, logits of a text, logits of its last token with a cache, and cached numbers per token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens, cache = toys.tokens(length=40), DynamicCache()
@@ -67,10 +67,10 @@ def run(folder):
     return model, whole, last, cached
 
 
-def check(source, out, groups, width, largest=1e-5):
+def check_fold(source, out, groups, width, largest=1e-5):
     report = crosshead.fold(source, out, keep_cache=True)
-    _, expected, expected_last, _ = run(source)
-    model, whole, last, cached = run(out)
+    _, expected, expected_last, _ = run_with_cache(source)
+    model, whole, last, cached = run_with_cache(out)
     assert type(model).__module__.startswith("transformers.models.")
     assert (model.config.num_key_value_heads, model.config.head_dim) == (groups, 8 * width)
     assert (whole - expected).abs().max() <= largest * expected.abs().max()
@@ -85,12 +85,12 @@ def check(source, out, groups, width, largest=1e-5):
 def test_folded_stock_model_keeps_logits_and_cache_size(backbone, name, tmp_path):
     mixers, groups, width = WIDE[name]
     heads = HEADS | MORE_HEADS.get(name, {})
-    source = write(tmp_path / "model", backbone, mixers, **heads)
+    source = write_checkpoint(tmp_path / "model", backbone, mixers, **heads)
     if width > 1 and backbone.startswith("Qwen3"):
         with pytest.raises(ConversionError, match="groups="):
             crosshead.fold(source, tmp_path / "out", keep_cache=True)
         return
-    report, model = check(source, tmp_path / "out", groups, width)
+    report, model = check_fold(source, tmp_path / "out", groups, width)
     record = report["kept_cache"]
     assert model.config.architectures == [type(model).__name__]  # engines choose their class by it
     assert record["model_type"] == model.config.model_type == ("llama" if width > 1 else backbone_type(backbone))
@@ -108,20 +108,20 @@ def backbone_type(backbone):
 @pytest.mark.parametrize("rope", ROPE)
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2"])
 def test_rope_scaling_becomes_longrope_with_same_logits(backbone, rope, tmp_path):
-    source = write(tmp_path / "model", backbone, explicit(2, 2), rope_parameters=ROPE[rope])
-    _, model = check(source, tmp_path / "out", 1, 2)
+    source = write_checkpoint(tmp_path / "model", backbone, explicit(2, 2), rope_parameters=ROPE[rope])
+    _, model = check_fold(source, tmp_path / "out", 1, 2)
     assert model.config.rope_parameters["rope_type"] == "longrope"
 
 
 @pytest.mark.parametrize("changes", [{"attention_bias": True}, {"tie_word_embeddings": True}], ids=str)
 def test_biases_and_tied_embeddings_keep_logits(changes, tmp_path):
-    check(write(tmp_path / "model", "Llama", explicit(2, 2), **changes), tmp_path / "out", 1, 2)
+    check_fold(write_checkpoint(tmp_path / "model", "Llama", explicit(2, 2), **changes), tmp_path / "out", 1, 2)
 
 
 @pytest.mark.parametrize("backbone", ["Qwen3", "Qwen3Moe"])
 def test_biases_with_key_norm_keep_logits(backbone, tmp_path):
-    source = write(tmp_path / "model", backbone, explicit(1, 1), attention_bias=True)
-    check(source, tmp_path / "out", 1, 1)
+    source = write_checkpoint(tmp_path / "model", backbone, explicit(1, 1), attention_bias=True)
+    check_fold(source, tmp_path / "out", 1, 1)
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
@@ -131,19 +131,19 @@ def test_bfloat16_keeps_logits_within_rounding(backbone, tmp_path):
     for name, parameter in model.named_parameters():  # flatter attention, as in trained models
         parameter.data *= 0.5 if "q_proj" in name or "k_proj" in name else 1
     source = write_model(model, tmp_path / "model", MANY_SHARDS, torch.bfloat16)
-    report, _ = check(source, tmp_path / "out", groups, width, largest=2e-2)
+    report, _ = check_fold(source, tmp_path / "out", groups, width, largest=2e-2)
     assert report["kept_cache"]["kv_bytes_per_token"] == 2 * 2 * groups * width * 8 * 2
 
 
 def test_folded_model_converts_again(tmp_path):
-    source = write(tmp_path / "model", "Llama", explicit(2, 2))
+    source = write_checkpoint(tmp_path / "model", "Llama", explicit(2, 2))
     crosshead.fold(source, tmp_path / "out", keep_cache=True, verify=False)
     report = crosshead.convert(tmp_path / "out", tmp_path / "again", {"knocking": {"form": "linear"}})
     assert report["verification"]["greatest_logit_difference"] == 0
 
 
 def test_dry_run_reports_cache_size(tmp_path):
-    source = write(tmp_path / "model", "Llama", explicit(2, 2))
+    source = write_checkpoint(tmp_path / "model", "Llama", explicit(2, 2))
     report = crosshead.fold(source, tmp_path / "out", keep_cache=True, plan_only=True)
     assert report["kv_bytes_per_token_after"] == report["kept_cache"]["kv_bytes_per_token"]
     assert not (tmp_path / "out").exists()
@@ -173,7 +173,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_models_are_refused(name, tmp_path):
     backbone, mixers, changes, reason = REFUSED[name]
-    source = write(tmp_path / "model", backbone, mixers, **changes)
+    source = write_checkpoint(tmp_path / "model", backbone, mixers, **changes)
     with pytest.raises(ConversionError) as caught:
         crosshead.fold(source, tmp_path / "out", keep_cache=True)
     assert reason in str(caught.value)

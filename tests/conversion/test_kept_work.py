@@ -26,14 +26,14 @@ def workdir(tmp_path, monkeypatch):
     return tmp_path
 
 
-def failing(error):
+def raising(error):
     def fail(*_, **__):
         raise error
 
     return fail
 
 
-def hidden(workdir):
+def hidden_files(workdir):
     return [path.name for path in workdir.iterdir() if path.name.startswith(".")]
 
 
@@ -44,21 +44,21 @@ def test_killed_reload_keeps_weights_for_next_run(workdir, capfd, monkeypatch, c
         crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
     command_line = "fold ours out" if command == "fold" else CONVERT
     with monkeypatch.context() as patch:
-        patch.setattr(verify, "reload_check", failing(ConversionError("it ended with status -9 (out of memory?)")))
+        patch.setattr(verify, "reload_check", raising(ConversionError("it ended with status -9 (out of memory?)")))
         status, out, err = run(capfd, monkeypatch, command_line)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert "status -9" in err and str(workdir / WORK / "model") in err
     for option in ("--no-verify", "--restart"):
         assert option in err
     assert not (workdir / "out").exists() and not (workdir / "out.conversion.json").exists()
-    monkeypatch.setattr(job, "write_shard", failing(AssertionError("written again")))
+    monkeypatch.setattr(job, "write_shard", raising(AssertionError("written again")))
     report = (
         crosshead.fold("ours", "out")
         if command == "fold"
         else crosshead.convert("source", "out", {"knocking": {"form": "linear"}})
     )
     assert report["verification"]["reload"]["checked"] == "logits and text"
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []
 
 
 FAILURES = {
@@ -90,27 +90,27 @@ def test_failure_while_writing_keeps_finished_shards(workdir, capfd, monkeypatch
     assert status == 1 and str(workdir / WORK) in err and "--restart" in err and "options" in err
     assert run(capfd, monkeypatch, f"{CONVERT} --no-verify")[0] == 0
     assert sorted(written) == sorted({*written}) and len(written) > len(before)
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []
 
 
 def test_restart_discards_kept_work(workdir, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
-        patch.setattr(stages, "verify_folder", failing(ConversionError("no")))
+        patch.setattr(stages, "verify_folder", raising(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
     crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []
 
 
 def test_failed_conversion_keeps_calibration(workdir, monkeypatch):
     mixers = {"mixture": {"active_heads": "75%", "shared": "calibrated"}}
     (workdir / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-        patch.setattr(convert, "convert_layers", failing(MemoryError("no memory")))
+        patch.setattr(convert, "convert_layers", raising(MemoryError("no memory")))
         crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
     assert str(workdir / WORK) in caught.value.__notes__[0]
-    monkeypatch.setattr(calibrating, "calibrate", failing(AssertionError("calibrated again")))
+    monkeypatch.setattr(calibrating, "calibrate", raising(AssertionError("calibrated again")))
     crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []
 
 
 def test_killed_reload_process_keeps_model_folder(workdir, monkeypatch):

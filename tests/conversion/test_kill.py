@@ -102,22 +102,22 @@ def runner(workdir):
     runner.process.wait()
 
 
-def convert(out, mixer=MIXER, *more):
+def convert_command(out, mixer=MIXER, *more):
     return " ".join(["convert", "source", out, "--mixer", mixer, "--no-verify", *more])
 
 
-def contents(folder):
+def file_digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def whole(workdir, runner):
+def uninterrupted_runs(workdir, runner):
     """Digests of the files that uninterrupted runs write, by mixer, and the shortest duration of a run."""
     results = {}
     for name, mixer in (("warm", MIXER), ("whole", MIXER), ("other", OTHER)):
         begin = time.perf_counter()
-        assert runner.run(convert(name, mixer)) == 0
-        results[name] = contents(workdir / name), time.perf_counter() - begin
+        assert runner.run(convert_command(name, mixer)) == 0
+        results[name] = file_digests(workdir / name), time.perf_counter() - begin
     assert len(list((workdir / "source").glob("*.safetensors"))) > 10
     assert results["warm"][0] == results["whole"][0] != results["other"][0]
     return {
@@ -127,77 +127,85 @@ def whole(workdir, runner):
     }
 
 
-def hidden(workdir):
+def hidden_files(workdir):
     return sorted(path.name for path in workdir.iterdir() if path.name.startswith("."))
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_next_run_completes_killed_conversion(moments, workdir, runner, whole):
+def test_next_run_completes_killed_conversion(moments, workdir, runner, uninterrupted_runs):
     source = snapshot(workdir / "source")
     for moment in moments:
         for attempt in range(20):  # the machine may have become faster than it was
             out = f"killed{moment}-{attempt}"
-            status = runner.run(convert(out), signal.SIGKILL, moment * 0.8**attempt * whole["duration"])
+            status = runner.run(
+                convert_command(out), signal.SIGKILL, moment * 0.8**attempt * uninterrupted_runs["duration"]
+            )
             assert snapshot(workdir / "source") == source
             refused = (workdir / out).exists()
-            assert runner.run(convert(out)) == refused
-            assert contents(workdir / out) == whole[MIXER]
-            assert hidden(workdir) == []
+            assert runner.run(convert_command(out)) == refused
+            assert file_digests(workdir / out) == uninterrupted_runs[MIXER]
+            assert hidden_files(workdir) == []
             if status == -signal.SIGKILL:
                 break
         assert status == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_repeatedly_killed_conversion_is_completed(workdir, runner, whole):
+def test_repeatedly_killed_conversion_is_completed(workdir, runner, uninterrupted_runs):
     for moment in range(6):
-        status = runner.run(convert("again"), signal.SIGKILL, whole["duration"] * (0.2 + moment / 10))
+        status = runner.run(
+            convert_command("again"), signal.SIGKILL, uninterrupted_runs["duration"] * (0.2 + moment / 10)
+        )
         if not status:
             break
-    assert (workdir / "again").exists() or runner.run(convert("again")) == 0
-    assert contents(workdir / "again") == whole[MIXER]
-    assert hidden(workdir) == []
+    assert (workdir / "again").exists() or runner.run(convert_command("again")) == 0
+    assert file_digests(workdir / "again") == uninterrupted_runs[MIXER]
+    assert hidden_files(workdir) == []
 
 
 @pytest.mark.parametrize("moments", first([EARLY_AND_LATE, RANDOM]), ids=["early and late", "random"])
-def test_killed_overwrite_is_completed_by_next_run(moments, workdir, runner, whole):
+def test_killed_overwrite_is_completed_by_next_run(moments, workdir, runner, uninterrupted_runs):
     shutil.rmtree(workdir / "replaced", ignore_errors=True)
-    assert runner.run(convert("replaced", OTHER)) == 0
+    assert runner.run(convert_command("replaced", OTHER)) == 0
     mixers = [OTHER, MIXER]
     for moment in moments:
-        runner.run(convert("replaced", mixers[1], "--overwrite"), signal.SIGKILL, moment * whole["duration"])
+        runner.run(
+            convert_command("replaced", mixers[1], "--overwrite"),
+            signal.SIGKILL,
+            moment * uninterrupted_runs["duration"],
+        )
         if (workdir / "replaced" / "config.json").exists():
-            assert contents(workdir / "replaced") in (whole[OTHER], whole[MIXER])
+            assert file_digests(workdir / "replaced") in (uninterrupted_runs[OTHER], uninterrupted_runs[MIXER])
         else:  # killed while the files were moved into it: all new files are in it or in the work folder
             assert (workdir / ".replaced.crosshead-partial" / "publish.json").exists()
-        assert runner.run(convert("replaced", mixers[1], "--overwrite")) == 0
-        assert contents(workdir / "replaced") == whole[mixers[1]]
-        assert hidden(workdir) == []
+        assert runner.run(convert_command("replaced", mixers[1], "--overwrite")) == 0
+        assert file_digests(workdir / "replaced") == uninterrupted_runs[mixers[1]]
+        assert hidden_files(workdir) == []
         mixers.reverse()
 
 
 @pytest.mark.parametrize("one", first([MIXER, OTHER]))
-def test_work_of_killed_run_is_not_used_by_other_conversion(workdir, runner, whole, one):
+def test_work_of_killed_run_is_not_used_by_other_conversion(workdir, runner, uninterrupted_runs, one):
     other = OTHER if one == MIXER else MIXER
     out = f"mixed-{one.partition(':')[0]}"
     for part in (0.5, 0.7, 0.9):
-        if runner.run(convert(out, one, "--overwrite"), signal.SIGKILL, part * whole["duration"]):
+        if runner.run(convert_command(out, one, "--overwrite"), signal.SIGKILL, part * uninterrupted_runs["duration"]):
             work = workdir / f".{out}.crosshead-partial"
-            if runner.run(convert(out, other, "--overwrite")):  # refused, because a shard was finished
+            if runner.run(convert_command(out, other, "--overwrite")):  # refused, because a shard was finished
                 assert str(work) in runner.log.read_text().splitlines()[-1]
                 assert list((work / "model").glob("*.safetensors"))
-                assert runner.run(convert(out, other, "--overwrite", "--restart")) == 0
-            assert contents(workdir / out) == whole[other]
-            assert hidden(workdir) == []
+                assert runner.run(convert_command(out, other, "--overwrite", "--restart")) == 0
+            assert file_digests(workdir / out) == uninterrupted_runs[other]
+            assert hidden_files(workdir) == []
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_sigint_or_sigterm_stops_conversion_and_next_run_completes(workdir, runner, whole, sent):
+def test_sigint_or_sigterm_stops_conversion_and_next_run_completes(workdir, runner, uninterrupted_runs, sent):
     source = snapshot(workdir / "source")
     log_size = runner.log.stat().st_size
     for attempt in range(20):  # the machine may have become faster than it was
         out = f"stopped{sent}-{attempt}"  # a run that ended before the signal leaves its target
-        status = runner.run(convert(out), sent, 0.5 * 0.8**attempt * whole["duration"])
+        status = runner.run(convert_command(out), sent, 0.5 * 0.8**attempt * uninterrupted_runs["duration"])
         if status:
             break
     assert status == 128 + sent
@@ -205,48 +213,48 @@ def test_sigint_or_sigterm_stops_conversion_and_next_run_completes(workdir, runn
     assert lines[-1].startswith(f"crosshead: {'interrupted' if sent == signal.SIGINT else 'terminated'}: ")
     assert snapshot(workdir / "source") == source
     assert not (workdir / out).exists()
-    assert runner.run(convert(out)) == 0
-    assert contents(workdir / out) == whole[MIXER]
-    assert hidden(workdir) == []
+    assert runner.run(convert_command(out)) == 0
+    assert file_digests(workdir / out) == uninterrupted_runs[MIXER]
+    assert hidden_files(workdir) == []
 
 
 @pytest.fixture(scope="module")
-def folded(workdir, runner):
+def uninterrupted_fold(workdir, runner):
     """Digests of the files, the record and the duration of an uninterrupted fold of the model in `ours`."""
-    assert runner.run(convert("ours", "knocking:form=linear")) == 0
+    assert runner.run(convert_command("ours", "knocking:form=linear")) == 0
     begin = time.perf_counter()
     assert runner.run("fold ours folded --no-verify") == 0
     duration = time.perf_counter() - begin
-    return contents(workdir / "folded"), (workdir / "folded.conversion.json").read_bytes(), duration
+    return file_digests(workdir / "folded"), (workdir / "folded.conversion.json").read_bytes(), duration
 
 
 @pytest.mark.parametrize("moment", [0.3, *first((0.9, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0))])
-def test_next_run_completes_killed_fold(moment, workdir, runner, folded):
+def test_next_run_completes_killed_fold(moment, workdir, runner, uninterrupted_fold):
     """The record never exists without the stock model beside it."""
-    whole, record, duration = folded
+    whole, record, duration = uninterrupted_fold
     command = f"fold ours back{moment} --no-verify"
     runner.run(command, signal.SIGKILL, duration * moment)
     made, record_path = workdir / f"back{moment}", workdir / f"back{moment}.conversion.json"
     assert made.exists() or not record_path.exists()
     runner.run(command)  # continues, or is refused if the model exists already
-    assert contents(made) == whole
+    assert file_digests(made) == whole
     assert record_path.read_bytes() == record
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []
 
 
-def test_fold_refuses_existing_model_or_record_without_overwrite(workdir, runner, folded):
+def test_fold_refuses_existing_model_or_record_without_overwrite(workdir, runner, uninterrupted_fold):
     command = "fold ours twice --no-verify"
     assert runner.run(command) == 0
     assert runner.run(command) == 1
     shutil.rmtree(workdir / "twice")
     assert runner.run(command) == 1  # the old record still exists
     assert "twice.conversion.json" in runner.log.read_text().splitlines()[-1]
-    assert hidden(workdir) == [] and not (workdir / "twice").exists()
+    assert hidden_files(workdir) == [] and not (workdir / "twice").exists()
     assert runner.run(f"{command} --overwrite") == 0
 
 
-def test_concurrent_conversion_to_same_target_is_refused(workdir, runner, whole):
-    child = runner.start(convert("both"))
+def test_concurrent_conversion_to_same_target_is_refused(workdir, runner, uninterrupted_runs):
+    child = runner.start(convert_command("both"))
     while not (workdir / ".both.crosshead-partial" / "journal.json").exists():
         time.sleep(0.001)
     os.kill(child, signal.SIGSTOP)
@@ -256,23 +264,27 @@ def test_concurrent_conversion_to_same_target_is_refused(workdir, runner, whole)
     finally:
         os.kill(child, signal.SIGCONT)
     assert runner.end() == 0
-    assert contents(workdir / "both") == whole[MIXER]
-    assert hidden(workdir) == []
+    assert file_digests(workdir / "both") == uninterrupted_runs[MIXER]
+    assert hidden_files(workdir) == []
 
 
 @pytest.mark.slow
 def test_next_run_completes_killed_fold_with_keep_cache(workdir, runner):
     fold = "fold fewer {} --keep-cache --no-verify"
-    assert runner.run(convert("fewer", "explicit:key_heads=1,value_heads=1,method=svd")) == 0
+    assert runner.run(convert_command("fewer", "explicit:key_heads=1,value_heads=1,method=svd")) == 0
     begin = time.perf_counter()
     assert runner.run(fold.format("served")) == 0
-    duration, expected, before = time.perf_counter() - begin, contents(workdir / "served"), snapshot(workdir / "fewer")
+    duration, expected, before = (
+        time.perf_counter() - begin,
+        file_digests(workdir / "served"),
+        snapshot(workdir / "fewer"),
+    )
     for moment in (0.2, 0.5, 0.8):
         status = runner.run(fold.format(f"served{moment}"), signal.SIGKILL, moment * duration)
         published = (workdir / f"served{moment}").exists()
         assert status or published
         # Killed between the folder and the record beside it: the next run moves the record, and refuses to overwrite.
         assert not status or runner.run(fold.format(f"served{moment}")) == (1 if published else 0)
-        assert contents(workdir / f"served{moment}") == expected
+        assert file_digests(workdir / f"served{moment}") == expected
         assert snapshot(workdir / "fewer") == before
-    assert hidden(workdir) == []
+    assert hidden_files(workdir) == []

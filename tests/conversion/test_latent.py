@@ -36,7 +36,7 @@ def logits(model):
         return model.eval()(toys.tokens()).logits
 
 
-def loaded(folder):
+def load_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
@@ -48,7 +48,7 @@ def test_neutral_conversion_and_fold_round_trip(backbone, name, tmp_path):
     measured = report["verification"]
     assert measured["must_equal"] and measured["greatest_logit_difference"] == 0
     assert measured["kv_bytes_per_token_before"] == measured["kv_bytes_per_token_after"] == 2 * (12 + 4) * 4
-    assert torch.equal(logits(loaded(tmp_path / "made")), logits(loaded(source)))
+    assert torch.equal(logits(load_model(tmp_path / "made")), logits(load_model(source)))
     crosshead.fold(tmp_path / "made", tmp_path / "back")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert before.keys() == after.keys()
@@ -63,7 +63,7 @@ def test_linear_knocking_folds_into_stock_projections(backbone, rank, tmp_path):
     expected = logits(model)
     write_model(model, tmp_path / "model")
     report = crosshead.fold(tmp_path / "model", tmp_path / "folded")
-    folded = loaded(tmp_path / "folded")
+    folded = load_model(tmp_path / "folded")
     assert type(folded) is toys.STOCK[backbone][1]
     assert (logits(folded) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
     actions = {name: tensor["fate"] for name, tensor in report["tensors"].items()}

@@ -15,19 +15,19 @@ from crosshead.conversion.verification.logit_diff import compare
 TOKENS = toys.tokens(3, 11)
 
 
-def streamed(folder, model):
+def save_and_stream(folder, model):
     model.save_pretrained(folder)
     return StreamedModel(SafetensorsStore(folder), AutoConfig.from_pretrained(folder), attn_implementation="eager")
 
 
-def changed(model, scale):
+def scale_values(model, scale):
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.mul_(scale)
     return model
 
 
 def test_identical_models_have_zero_difference(tmp_path):
-    model = streamed(tmp_path, toys.stock_model("Qwen3"))
+    model = save_and_stream(tmp_path, toys.stock_model("Qwen3"))
     report = compare(model, model, TOKENS)
     assert report.greatest_logit_difference == report.mean_logit_difference == report.kl_divergence == 0
     assert report.loss_before == report.loss_after
@@ -39,8 +39,8 @@ def test_identical_models_have_zero_difference(tmp_path):
 @torch.no_grad()
 def test_figures_match_their_definitions(tmp_path, monkeypatch, positions):
     monkeypatch.setattr(compare_module, "POSITIONS", positions)
-    one, other = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), -1.0)
-    report = compare(streamed(tmp_path / "one", one), streamed(tmp_path / "other", other), TOKENS)
+    one, other = toys.stock_model("Llama"), scale_values(toys.stock_model("Llama"), -1.0)
+    report = compare(save_and_stream(tmp_path / "one", one), save_and_stream(tmp_path / "other", other), TOKENS)
     a, b = one(TOKENS).logits.double(), other(TOKENS).logits.double()
     p, q = a.log_softmax(-1), b.log_softmax(-1)
     losses = [functional.cross_entropy(x[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).item() for x in (a, b)]
@@ -64,21 +64,21 @@ def test_figures_match_their_definitions(tmp_path, monkeypatch, positions):
 def test_added_vocabulary_rows_are_ignored(tmp_path):
     source, grown = toys.stock_model("Qwen2"), toys.stock_model("Qwen2")
     grown.resize_token_embeddings(70)
-    report = compare(streamed(tmp_path / "source", source), streamed(tmp_path / "grown", grown), TOKENS)
+    report = compare(save_and_stream(tmp_path / "source", source), save_and_stream(tmp_path / "grown", grown), TOKENS)
     assert report.greatest_logit_difference < 1e-5
     assert report.kl_divergence < 1e-9
     assert report.greedy_agreement == 1
 
 
 def test_progress_counts_layers_of_both_models(tmp_path):
-    model, steps = streamed(tmp_path, toys.stock_model("Llama")), []
+    model, steps = save_and_stream(tmp_path, toys.stock_model("Llama")), []
     compare(model, model, TOKENS, lambda done, total: steps.append((done, total)))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_nan_logits_are_refused(tmp_path):
-    sound, broken = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), math.nan)
-    sound, broken = streamed(tmp_path / "sound", sound), streamed(tmp_path / "broken", broken)
+    sound, broken = toys.stock_model("Llama"), scale_values(toys.stock_model("Llama"), math.nan)
+    sound, broken = save_and_stream(tmp_path / "sound", sound), save_and_stream(tmp_path / "broken", broken)
     with pytest.raises(ConversionError, match="converted"):
         compare(sound, broken, TOKENS)
     with pytest.raises(ConversionError, match="source"):

@@ -143,7 +143,7 @@ def test_work_folder_without_model_is_removed_by_next_run(tmp_path):
 
 
 @pytest.fixture
-def mounted(tmp_path, monkeypatch):
+def fake_mount_point(tmp_path, monkeypatch):
     """A fake mount point: it cannot be renamed, and no file can be moved into it from outside."""
     target, rename = tmp_path / "out", os.rename
     target.mkdir()
@@ -161,34 +161,34 @@ def mounted(tmp_path, monkeypatch):
     return target
 
 
-def test_mount_point_is_published_from_work_folder_inside(mounted, tmp_path, monkeypatch):
+def test_mount_point_is_published_from_work_folder_inside(fake_mount_point, tmp_path, monkeypatch):
     """The free space of the mount point's own disk counts."""
     measured, usage = [], module.shutil.disk_usage
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: measured.append(path) or usage(path))
-    stopped(mounted)
-    assert names(mounted) == [".crosshead-partial", "lost+found"] and names(tmp_path) == ["out"]
-    assert "--restart" in refusal(mounted, identity=TWO)
-    assert run(mounted) == list(SHARDS)[2:]
-    assert set(measured) == {mounted / ".crosshead-partial"}
-    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found"])
-    assert "--overwrite" in refusal(mounted)
-    fill(mounted, OTHERS)
-    run(mounted, identity=TWO, overwrite=True)
-    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found", *OTHERS])
+    stopped(fake_mount_point)
+    assert names(fake_mount_point) == [".crosshead-partial", "lost+found"] and names(tmp_path) == ["out"]
+    assert "--restart" in refusal(fake_mount_point, identity=TWO)
+    assert run(fake_mount_point) == list(SHARDS)[2:]
+    assert set(measured) == {fake_mount_point / ".crosshead-partial"}
+    assert names(fake_mount_point) == sorted([*SHARDS, "config.json", "lost+found"])
+    assert "--overwrite" in refusal(fake_mount_point)
+    fill(fake_mount_point, OTHERS)
+    run(fake_mount_point, identity=TWO, overwrite=True)
+    assert names(fake_mount_point) == sorted([*SHARDS, "config.json", "lost+found", *OTHERS])
     assert names(tmp_path) == ["out"]
 
 
-def test_files_are_copied_if_rename_crosses_disks(mounted, monkeypatch):
+def test_files_are_copied_if_rename_crosses_disks(fake_mount_point, monkeypatch):
     """E.g. into a bind mount, which `ismount` does not recognise."""
     monkeypatch.setattr(os.path, "ismount", lambda path: False)
-    with atomic_output(mounted, ONE, False) as output:
-        assert output.work.parent == mounted.parent
+    with atomic_output(fake_mount_point, ONE, False) as output:
+        assert output.work.parent == fake_mount_point.parent
         write(output)
         (output.folder / "additional_chat_templates").mkdir()
         (output.folder / "additional_chat_templates" / "new.jinja").write_text("new")
         output.publish()
-    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found", "additional_chat_templates"])
-    assert names(mounted.parent) == ["out"]
+    assert names(fake_mount_point) == sorted([*SHARDS, "config.json", "lost+found", "additional_chat_templates"])
+    assert names(fake_mount_point.parent) == ["out"]
 
 
 def test_unwritable_parent_moves_work_folder_into_target(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ MIXERS = {"knocking": {}, "mixture": {"shared_heads": 2, "active_heads": 3}}
 SOUND = {"missing": [], "unexpected": [], "mismatched": [], "errors": []}
 
 
-def saved(folder, model):
+def save_model(folder, model):
     model.save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
     return model.set_attn_implementation("sdpa") or model
@@ -44,7 +44,7 @@ DAMAGED = SOUND | {
 @pytest.mark.clean_process
 @torch.no_grad()
 def test_crosshead_model_loads_and_generates_in_clean_process(tmp_path):
-    model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
+    model = save_model(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
     logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
     report = reload_check(tmp_path / "model", TOKENS, lambda: logits + 0.5)
@@ -57,14 +57,14 @@ def test_crosshead_model_loads_and_generates_in_clean_process(tmp_path):
 
 
 def test_model_larger_than_memory_is_checked_by_names_and_shapes(tmp_path, monkeypatch):
-    saved(tmp_path, toys.mixed_model("Llama", MIXERS))
+    save_model(tmp_path, toys.mixed_model("Llama", MIXERS))
     damage(tmp_path)
     monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
     assert reload_check(tmp_path, TOKENS) == DAMAGED | {"remote_code": True, "checked": "names and shapes"}
 
 
 def test_error_in_reload_process_gives_one_line(tmp_path):
-    saved(tmp_path, toys.mixed_model("Llama", {"knocking": {}}))
+    save_model(tmp_path, toys.mixed_model("Llama", {"knocking": {}}))
     code = tmp_path / "modeling_crosshead.py"
     code.write_text("import crosshead\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ConversionError, match=f"{tmp_path}.*crosshead") as caught:
@@ -73,7 +73,7 @@ def test_error_in_reload_process_gives_one_line(tmp_path):
 
 
 def test_killed_reload_process_reports_signal(tmp_path, monkeypatch):
-    saved(tmp_path, toys.stock_model("Llama"))
+    save_model(tmp_path, toys.stock_model("Llama"))
     worker = tmp_path / "dies.py"
     worker.write_text("import os; os.kill(os.getpid(), 9)")
     monkeypatch.setattr(reload, "WORKER", worker)
@@ -84,7 +84,9 @@ def test_killed_reload_process_reports_signal(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("backbone", "mixers", "tied"), grid(toys.BACKBONES, [None, MIXERS], [False, True]))
 def test_load_shapes_reports_same_faults_as_load_weights(tmp_path, backbone, mixers, tied):
     changes = {"tie_word_embeddings": tied}
-    saved(tmp_path, toys.mixed_model(backbone, mixers, **changes) if mixers else toys.stock_model(backbone, **changes))
+    save_model(
+        tmp_path, toys.mixed_model(backbone, mixers, **changes) if mixers else toys.stock_model(backbone, **changes)
+    )
 
     def reports():
         shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
@@ -108,7 +110,7 @@ def test_reload_process_uses_import_path_of_parent(tmp_path, monkeypatch):
     code = "import json, only_here, sys; open(json.load(open(sys.argv[1]))['result'], 'w').write"
     worker.write_text(f"""{code}('{{"unexpected": []}}')""")
     monkeypatch.setattr(reload, "WORKER", worker)
-    saved(tmp_path / "model", toys.stock_model("Llama"))
+    save_model(tmp_path / "model", toys.stock_model("Llama"))
     with pytest.raises(ConversionError, match="only_here"):
         reload_check(tmp_path / "model", TOKENS)
     monkeypatch.syspath_prepend(tmp_path / "library")

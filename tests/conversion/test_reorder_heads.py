@@ -9,7 +9,7 @@ import toys
 from crosshead.conversion.compress.reorder_heads import HeadUse, most_used_first, reorder
 
 
-def best_by_trial(use, groups, shared):
+def greatest_use_of_any_order(use, groups, shared):
     """Return the greatest total use of the first `shared` heads over all orders that keep groups together."""
     size = len(use) // groups
     best = 0.0
@@ -33,7 +33,7 @@ def test_most_used_heads_come_first_within_groups(groups, shared):
         size = 8 // groups
         for start in range(0, 8, size):
             assert len({head // size for head in order[start : start + size]}) == 1
-        assert float(use[order[:shared]].sum()) == pytest.approx(best_by_trial(use, groups, shared))
+        assert float(use[order[:shared]].sum()) == pytest.approx(greatest_use_of_any_order(use, groups, shared))
 
 
 @pytest.mark.parametrize("mixers", [{}, {"explicit": {"norm": False, "key_heads": 1}}], ids=["stock", "components"])

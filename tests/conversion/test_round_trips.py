@@ -49,7 +49,7 @@ def logits(folder):
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory):
+def stock_checkpoint(tmp_path_factory):
     """A cached function that writes a stock checkpoint and returns its folder, tensors and logits."""
 
     @cache
@@ -66,8 +66,8 @@ def stock(tmp_path_factory):
     ("backbone", "tied", "shards", "dtype", "name"),
     oldest(grid(toys.BACKBONES, ("tied", "untied"), ("one file", "many files"), DTYPES, NEUTRAL)),
 )
-def test_neutral_conversion_and_fold_round_trip(backbone, tied, shards, dtype, name, stock, tmp_path):
-    source, before, expected = stock(backbone, tied, shards, dtype)
+def test_neutral_conversion_and_fold_round_trip(backbone, tied, shards, dtype, name, stock_checkpoint, tmp_path):
+    source, before, expected = stock_checkpoint(backbone, tied, shards, dtype)
     out, back = tmp_path / "out", tmp_path / "back"
     report = crosshead.convert(source, out, NEUTRAL[name], verify=False)
     assert report["counts"]["rewritten"] == 0

@@ -18,7 +18,7 @@ def write(path, header, data=b""):
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
-def info(dtype="F32", shape=(2,), offsets=(0, 8)):
+def tensor_info(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
@@ -130,7 +130,7 @@ def test_truncation_after_opening_is_reported(tmp_path):
         list(store.chunks("a"))
 
 
-OTHER = info(offsets=(8, 16))
+OTHER = tensor_info(offsets=(8, 16))
 BROKEN_FILES = {
     "empty file": (b"", None, "0 bytes"),
     "absurd header": ((10**17).to_bytes(8, "little"), None, "100000000000000000 bytes"),
@@ -145,30 +145,30 @@ BROKEN_FILES = {
     "NaN": (b'{"a": NaN}', 0, "NaN"),
     "Infinity": (b'{"a": -Infinity}', 0, "-Infinity"),
     "no tensors": ({"__metadata__": {}}, 0, "no tensors"),
-    "bad metadata": ({"__metadata__": {"a": 1}, "a": info()}, 8, "__metadata__="),
-    "bad name": ({"a\nb": info()}, 8, r"'a\\nb'"),
+    "bad metadata": ({"__metadata__": {"a": 1}, "a": tensor_info()}, 8, "__metadata__="),
+    "bad name": ({"a\nb": tensor_info()}, 8, r"'a\\nb'"),
     "lone surrogate": (b'{"\\ud800": {}}', 8, "name"),
     "no description": ({"a": 3}, 0, "'a'.*3"),
-    "fp8": ({"a": info("F8_E4M3")}, 8, "'a'.*dtype='F8_E4M3'"),
-    "sub-byte integers": ({"a": info("I4")}, 8, "'a'.*dtype='I4'"),
-    "dtype list": ({"a": info([])}, 8, r"'a'.*dtype=\[\]"),
-    "negative shape": ({"a": info(shape=(-2,))}, 8, r"shape=\[-2\]"),
-    "boolean shape": ({"a": info(shape=(2, True))}, 8, r"shape=\[2, True\]"),
-    "float shape": ({"a": info(shape=(2.0,))}, 8, r"shape=\[2.0\]"),
-    "endless shape": ({"a": info(shape=(10**400,))}, 8, "shape="),
-    "giant shape": ({"a": info(shape=(10**10, 10**10))}, 8, "10000000000, 10000000000"),
-    "giant empty shape": ({"a": info(shape=(0, 2**62), offsets=(0, 0))}, 0, str(2**62)),
-    "many dimensions": ({"a": info(shape=[1] * 65 + [2])}, 8, "shape="),
-    "18 zeros": ({"a": info(shape=(10**18,), offsets=(0, 4 * 10**18))}, 8, "4000000000000000"),
-    "one offset": ({"a": info(offsets=(0,))}, 8, "data_offsets="),
-    "negative offset": ({"a": info(offsets=(-8, 0))}, 8, "data_offsets="),
-    "backwards": ({"a": info(offsets=(8, 0))}, 8, r"data_offsets=\[8, 0\]"),
-    "wrong size": ({"a": info(offsets=(0, 12))}, 12, r"shape=\[2\] in F32 needs 8 bytes"),
-    "hole": ({"a": info(), "b": info(offsets=(16, 24))}, 24, "'b'.* 16 .* 8:"),
+    "fp8": ({"a": tensor_info("F8_E4M3")}, 8, "'a'.*dtype='F8_E4M3'"),
+    "sub-byte integers": ({"a": tensor_info("I4")}, 8, "'a'.*dtype='I4'"),
+    "dtype list": ({"a": tensor_info([])}, 8, r"'a'.*dtype=\[\]"),
+    "negative shape": ({"a": tensor_info(shape=(-2,))}, 8, r"shape=\[-2\]"),
+    "boolean shape": ({"a": tensor_info(shape=(2, True))}, 8, r"shape=\[2, True\]"),
+    "float shape": ({"a": tensor_info(shape=(2.0,))}, 8, r"shape=\[2.0\]"),
+    "endless shape": ({"a": tensor_info(shape=(10**400,))}, 8, "shape="),
+    "giant shape": ({"a": tensor_info(shape=(10**10, 10**10))}, 8, "10000000000, 10000000000"),
+    "giant empty shape": ({"a": tensor_info(shape=(0, 2**62), offsets=(0, 0))}, 0, str(2**62)),
+    "many dimensions": ({"a": tensor_info(shape=[1] * 65 + [2])}, 8, "shape="),
+    "18 zeros": ({"a": tensor_info(shape=(10**18,), offsets=(0, 4 * 10**18))}, 8, "4000000000000000"),
+    "one offset": ({"a": tensor_info(offsets=(0,))}, 8, "data_offsets="),
+    "negative offset": ({"a": tensor_info(offsets=(-8, 0))}, 8, "data_offsets="),
+    "backwards": ({"a": tensor_info(offsets=(8, 0))}, 8, r"data_offsets=\[8, 0\]"),
+    "wrong size": ({"a": tensor_info(offsets=(0, 12))}, 12, r"shape=\[2\] in F32 needs 8 bytes"),
+    "hole": ({"a": tensor_info(), "b": tensor_info(offsets=(16, 24))}, 24, "'b'.* 16 .* 8:"),
     "late start": ({"b": OTHER}, 16, "'b'.* 8 .* 0:"),
-    "overlap": ({"a": info(), "b": info(offsets=(4, 12))}, 12, "'b'.* 4 .* 8:"),
-    "cut off": ({"a": info(), "b": OTHER}, 10, "141 bytes.*147"),
-    "too long": ({"a": info(), "b": OTHER}, 20, "151 bytes.*147"),
+    "overlap": ({"a": tensor_info(), "b": tensor_info(offsets=(4, 12))}, 12, "'b'.* 4 .* 8:"),
+    "cut off": ({"a": tensor_info(), "b": OTHER}, 10, "141 bytes.*147"),
+    "too long": ({"a": tensor_info(), "b": OTHER}, 20, "151 bytes.*147"),
 }
 
 

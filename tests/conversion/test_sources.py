@@ -19,7 +19,7 @@ NEVER = ["README.md", "modeling_toy.py", "training_args.bin", "optimizer.pt", "c
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "toy"
     toys.stock_model("Llama").save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
@@ -29,12 +29,12 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(made, tmp_path):
-    return shutil.copytree(made, tmp_path / "toy")
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "toy")
 
 
 @pytest.fixture
-def gguf(tmp_path):
+def gguf_file(tmp_path):
     toys_of_gguf = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < gguf_tokenizer.OLDEST_TRANSFORMERS:
         pytest.skip("this transformers gets the tokenizers of GGUF files wrong")
@@ -147,9 +147,11 @@ def test_invalid_source_paths_are_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize("whole_folder", [False, True])
-def test_gguf_source_provides_config_and_tokenizer_files(gguf, tmp_path, whole_folder):
-    (gguf.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
-    source = open_source(gguf.parent if whole_folder else gguf, scratch=tmp_path / "scratch")
+def test_gguf_source_provides_config_and_tokenizer_files(gguf_file, tmp_path, whole_folder):
+    (gguf_file.parent / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}'
+    )
+    source = open_source(gguf_file.parent if whole_folder else gguf_file, scratch=tmp_path / "scratch")
     assert source.origin == {"kind": "gguf", "name": "toy.gguf"}
     assert source.config["model_type"] == "qwen3"
     names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
@@ -163,16 +165,16 @@ def test_gguf_source_provides_config_and_tokenizer_files(gguf, tmp_path, whole_f
     assert tokenizer("ab c<|endoftext|>").input_ids == [5, 4, 3, 0]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 0, 61)
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
-    assert open_source(gguf, scratch=tmp_path / "other").fingerprint == source.fingerprint
+    assert open_source(gguf_file, scratch=tmp_path / "other").fingerprint == source.fingerprint
 
 
 @pytest.mark.parametrize(("facts", "first"), [({}, 0), ({"add_bos_token": 0}, 0), ({"add_bos_token": 1}, 1)])
-def test_gguf_add_bos_token_adds_first_token(gguf, tmp_path, facts, first):
+def test_gguf_add_bos_token_adds_first_token(gguf_file, tmp_path, facts, first):
     import gguf_toys
 
     metadata = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
-    gguf_toys.write_model(gguf, gguf_toys.model("Llama"), "Llama", **metadata)
-    source = open_source(gguf, scratch=tmp_path / "scratch")
+    gguf_toys.write_model(gguf_file, gguf_toys.model("Llama"), "Llama", **metadata)
+    source = open_source(gguf_file, scratch=tmp_path / "scratch")
     tokenizer = AutoTokenizer.from_pretrained(source.files[0].parent)
     assert tokenizer("ab").input_ids == [0] * first + [5]
     prose = tmp_path / "prose.txt"
@@ -180,34 +182,34 @@ def test_gguf_add_bos_token_adds_first_token(gguf, tmp_path, facts, first):
     assert Text(prose).windows(source, 32, 2, 61)[:, :2].tolist() == [[0, 5] if first else [5, 5]] * 2
 
 
-def test_ambiguous_gguf_folder_and_missing_tokenizer_are_refused(gguf, tmp_path):
+def test_ambiguous_gguf_folder_and_missing_tokenizer_are_refused(gguf_file, tmp_path):
     import gguf_toys
 
     model = gguf_toys.model("Qwen3")
     facts = gguf_toys.metadata(model, "qwen3")
     bare = {key: value for key, value in facts.items() if not key.startswith("tokenizer.")}
     tensors = gguf_toys.gguf_tensors(model, "qwen3")
-    gguf_toys.write(gguf.parent / "zoo.gguf", tensors, bare, "qwen3")
+    gguf_toys.write(gguf_file.parent / "zoo.gguf", tensors, bare, "qwen3")
     with pytest.raises(ConversionError, match=r"toy\.gguf, zoo\.gguf"):
-        open_source(gguf.parent, scratch=tmp_path / "scratch")
+        open_source(gguf_file.parent, scratch=tmp_path / "scratch")
     with pytest.raises(ConversionError, match=r"zoo\.gguf.*tokenizer"):
-        open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
-    gguf_toys.write(gguf.parent / "zoo.gguf", tensors, facts | {"tokenizer.ggml.model": "rwkv"}, "qwen3")
+        open_source(gguf_file.parent / "zoo.gguf", scratch=tmp_path / "scratch")
+    gguf_toys.write(gguf_file.parent / "zoo.gguf", tensors, facts | {"tokenizer.ggml.model": "rwkv"}, "qwen3")
     with pytest.raises(ConversionError, match=r"zoo\.gguf.*rwkv") as caught:
-        open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
+        open_source(gguf_file.parent / "zoo.gguf", scratch=tmp_path / "scratch")
     assert "\n" not in str(caught.value)
 
 
-def test_folder_of_gguf_source_is_not_overwritten(gguf):
+def test_folder_of_gguf_source_is_not_overwritten(gguf_file):
     for name in ("config.json", "model.safetensors"):
-        (gguf.parent / name).write_text("{}")
-    before = gguf.read_bytes()
-    with pytest.raises(ConversionError, match=str(gguf.parent)):
-        crosshead.convert(gguf, gguf.parent, {"knocking": {}}, overwrite=True, verify=False)
-    assert gguf.read_bytes() == before
+        (gguf_file.parent / name).write_text("{}")
+    before = gguf_file.read_bytes()
+    with pytest.raises(ConversionError, match=str(gguf_file.parent)):
+        crosshead.convert(gguf_file, gguf_file.parent, {"knocking": {}}, overwrite=True, verify=False)
+    assert gguf_file.read_bytes() == before
 
 
-def test_too_old_transformers_is_refused_for_gguf(gguf, tmp_path, monkeypatch):
+def test_too_old_transformers_is_refused_for_gguf(gguf_file, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer.transformers, "__version__", "5.17.1")
     with pytest.raises(ConversionError, match=r"transformers 5\.17\.1"):
-        open_source(gguf, scratch=tmp_path)
+        open_source(gguf_file, scratch=tmp_path)

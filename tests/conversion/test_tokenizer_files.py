@@ -20,7 +20,7 @@ print(AutoTokenizer.from_pretrained(sys.argv[1], {options})("ab").input_ids)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def converted_folder(tmp_path_factory):
     """A conversion of a source whose tokenizer was loaded and saved again."""
     folder = tmp_path_factory.mktemp("made")
     source = write_stock(folder / "source")
@@ -30,9 +30,9 @@ def made(tmp_path_factory):
     return folder / "model"
 
 
-def test_tokenizer_config_has_no_loading_arguments(made, tmp_path):
-    settings = json.loads((made / "tokenizer_config.json").read_text())
-    before = json.loads((made.parent / "source" / "tokenizer_config.json").read_text())
+def test_tokenizer_config_has_no_loading_arguments(converted_folder, tmp_path):
+    settings = json.loads((converted_folder / "tokenizer_config.json").read_text())
+    before = json.loads((converted_folder.parent / "source" / "tokenizer_config.json").read_text())
     assert settings == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"X"}')
     remove_loading_arguments(tmp_path)
@@ -73,8 +73,8 @@ def test_licences_are_copied(name, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "asks"), [("trust_remote_code=False", False), ("", True)])
-def test_tokenizer_loads_without_trust_remote_code(made, options, asks):
+def test_tokenizer_loads_without_trust_remote_code(converted_folder, options, asks):
     """Without trust_remote_code, transformers asks because of the model's code, and continues without an answer."""
-    command = [sys.executable, "-P", "-c", CLEAN.format(options=options), str(made)]
+    command = [sys.executable, "-P", "-c", CLEAN.format(options=options), str(converted_folder)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[1, 2]\n") and ("[y/N]" in done.stdout) is asks

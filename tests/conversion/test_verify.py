@@ -24,12 +24,12 @@ CALIBRATED = {"mixture": {"active_heads": "100%", "shared_heads": 1, "shared": "
 
 
 @pytest.fixture
-def unloaded(monkeypatch):
+def skip_reload(monkeypatch):
     """Skip the reload in a new process, which takes seconds."""
     monkeypatch.setattr(verify, "reload_check", lambda *arguments: {})
 
 
-def trained(folder, mixers, dtype, **changes):
+def write_trained_model(folder, mixers, dtype, **changes):
     """Write a model whose mechanisms have moved from their initial values."""
     write_stock(folder / "stock", **changes)
     crosshead.convert(folder / "stock", folder / "made", mixers, verify=False)
@@ -87,7 +87,7 @@ def test_bad_tokenizer_is_refused_before_writing(tmp_path):
     assert steps == []
 
 
-def wrong_start(monkeypatch):
+def patch_starting_values(monkeypatch):
     right = convert_layers.starting_values
     monkeypatch.setattr(
         convert_layers,
@@ -96,7 +96,7 @@ def wrong_start(monkeypatch):
     )
 
 
-def wrong_order(monkeypatch):
+def patch_head_order(monkeypatch):
     right = convert_layers.reorder
 
     def reorder(tensors, order, layout):
@@ -106,8 +106,8 @@ def wrong_order(monkeypatch):
     monkeypatch.setattr(convert_layers, "reorder", reorder)
 
 
-@pytest.mark.parametrize(("mixers", "fault"), [(LINEAR, wrong_start), (CALIBRATED, wrong_order)])
-def test_wrong_neutral_conversion_fails_verification(mixers, fault, unloaded, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("mixers", "fault"), [(LINEAR, patch_starting_values), (CALIBRATED, patch_head_order)])
+def test_wrong_neutral_conversion_fails_verification(mixers, fault, skip_reload, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", num_key_value_heads=1)
     fault(monkeypatch)
     with pytest.raises(ConversionError, match="KL"):
@@ -142,8 +142,8 @@ def one_head_forgotten(tensors, layout):
     ("backbone", "rule", "dtype"),
     grid(["Llama", "Qwen3Moe"], [transposed, without_bias, swapped_heads, one_head_forgotten], DTYPES, strength=1),
 )
-def test_wrong_fold_fails_verification(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
-    model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
+def test_wrong_fold_fails_verification(backbone, rule, dtype, skip_reload, tmp_path, monkeypatch):
+    model = write_trained_model(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
     monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *arguments: None, rule)})
@@ -153,7 +153,7 @@ def test_wrong_fold_fails_verification(backbone, rule, dtype, unloaded, tmp_path
 
 
 @pytest.mark.parametrize(("backbone", "dtype"), grid(["Llama", "Qwen3Moe"], ["float16", "bfloat16"], strength=1))
-def test_half_precision_rounding_passes_verification(backbone, dtype, unloaded, tmp_path):
+def test_half_precision_rounding_passes_verification(backbone, dtype, skip_reload, tmp_path):
     source = write_stock(tmp_path / "source", backbone, max_position_embeddings=256)
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
     assert measured["must_equal"]
@@ -161,7 +161,7 @@ def test_half_precision_rounding_passes_verification(backbone, dtype, unloaded, 
     assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # rounding sends a token to another expert
 
 
-def test_tolerance_is_strict_if_dtype_is_unchanged(unloaded, tmp_path):
+def test_tolerance_is_strict_if_dtype_is_unchanged(skip_reload, tmp_path):
     source = write_stock(tmp_path / "source", dtype=torch.bfloat16)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype="bfloat16", verify=False)
     assert report["tolerance"] == {"logits": 1e-5, "divergence": 1e-5}
@@ -185,7 +185,7 @@ def test_wrong_bundled_code_fails_verification(tmp_path, monkeypatch):
     assert not (tmp_path / "made").exists()
 
 
-def test_home_folder_paths_are_expanded(unloaded, tmp_path, monkeypatch):
+def test_home_folder_paths_are_expanded(skip_reload, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_stock(tmp_path / "source")
     crosshead.convert("~/source", "~/made", {"knocking": {}}, verify=False)
@@ -197,8 +197,8 @@ def test_home_folder_paths_are_expanded(unloaded, tmp_path, monkeypatch):
         crosshead.verify("~/source", "~/made")
 
 
-def test_trained_model_need_not_equal_source(unloaded, tmp_path):
-    model = trained(tmp_path, LINEAR, torch.float32)
+def test_trained_model_need_not_equal_source(skip_reload, tmp_path):
+    model = write_trained_model(tmp_path, LINEAR, torch.float32)
     (model / "conversion.json").write_bytes((tmp_path / "made" / "conversion.json").read_bytes())
     measured = crosshead.verify(tmp_path / "stock", model)["verification"]
     assert not measured["must_equal"]
@@ -209,7 +209,7 @@ def test_trained_model_need_not_equal_source(unloaded, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"tensors": {}}', "[]"])
-def test_damaged_conversion_record_is_refused(unloaded, tmp_path, content):
+def test_damaged_conversion_record_is_refused(skip_reload, tmp_path, content):
     source = write_stock(tmp_path / "source")
     crosshead.convert(source, tmp_path / "made", LINEAR, verify=False)
     record = tmp_path / "made" / "conversion.json"
@@ -221,7 +221,7 @@ def test_damaged_conversion_record_is_refused(unloaded, tmp_path, content):
     assert "changed_since_conversion" not in crosshead.verify(source, tmp_path / "made")["verification"]["tensors"]
 
 
-def test_progress_reports_checked_bytes(unloaded, tmp_path):
+def test_progress_reports_checked_bytes(skip_reload, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
     steps = []
