@@ -21,7 +21,7 @@ LANGUAGE = ["Gta", "DeepseekV3", "Bert", "T5", "DeepseekV2", "Albert"]
 IMAGE = ["TransNext", "ViT", "Dinov2", "DeiT"]
 
 
-def toy(backbone: str) -> Any:
+def toy_model(backbone: str) -> Any:
     """Return a toy model with mechanisms, always with the same weights."""
     if backbone == "TransNext":
         return transnext_toys.model_of({"knocking": {}, "mixture": {"active_heads": 2, "shared_heads": 0}})
@@ -31,7 +31,7 @@ def toy(backbone: str) -> Any:
     return toys.lopsided(getattr(crosshead, f"Crosshead{backbone}ForImageClassification")(config)).eval()
 
 
-def inputs_of(backbone: str) -> dict[str, torch.Tensor]:
+def labelled_inputs(backbone: str) -> dict[str, torch.Tensor]:
     """Return a batch with labels."""
     if backbone == "TransNext":
         return {"pixel_values": transnext_toys.IMAGES, "labels": transnext_toys.LABELS}
@@ -41,10 +41,10 @@ def inputs_of(backbone: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backbone", first([*LANGUAGE, *IMAGE], 5))
-def test_an_adapter_is_trained_saved_loaded_and_merged(backbone: str, tmp_path: Path) -> None:
+def test_adapter_trains_saves_loads_and_merges(backbone: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     lora = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["mixture", "knocking"])
-    model, inputs = get_peft_model(toy(backbone), lora).train(), inputs_of(backbone)
+    model, inputs = get_peft_model(toy_model(backbone), lora).train(), labelled_inputs(backbone)
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     optimizer = torch.optim.AdamW((x for x in named.values() if x.requires_grad), lr=0.02, weight_decay=0)
@@ -59,17 +59,17 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(backbone: str, tmp_path: 
     assert {"lora_A", "mixers"} <= {part for name in moved for part in name.split(".")}
 
     model.eval().save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(toy(backbone), tmp_path).eval()
+    loaded = PeftModel.from_pretrained(toy_model(backbone), tmp_path).eval()
     with torch.no_grad():
         expected = model(**inputs).logits
-        assert (expected - toy(backbone)(**inputs).logits).abs().max() > 1e-3
+        assert (expected - toy_model(backbone)(**inputs).logits).abs().max() > 1e-3
         torch.testing.assert_close(loaded(**inputs).logits, expected, rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(loaded.merge_and_unload()(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backbone", first(["Gta", "DeepseekV3", "DeepseekV2"], 1))
-def test_the_trainer_trains_decoders_with_shared_rotary_parts(backbone: str, tmp_path: Path) -> None:
-    model = toy(backbone).train()
+def test_trainer_lowers_loss_of_shared_rotary_decoders(backbone: str, tmp_path: Path) -> None:
+    model = toy_model(backbone).train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = [{"input_ids": row, "labels": row} for row in toys.tokens(4)]
     options: dict[str, Any] = {"report_to": [], "use_cpu": True, "save_strategy": "no", "logging_steps": 1}

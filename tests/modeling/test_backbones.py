@@ -40,7 +40,7 @@ KNOCKING = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 EXPLICIT = {"explicit": {"norm": False}}
 
 
-def both(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
+def stock_and_crosshead_model(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
     """Return a stock model, and the crosshead model loaded from its checkpoint."""
     stock = stock_model(backbone, **changes)
     stock.save_pretrained(folder)
@@ -48,14 +48,14 @@ def both(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) ->
     return stock, model_class.from_pretrained(folder, mixers=mixers, attn_implementation="eager").eval()
 
 
-def test_every_rope_type_of_the_library_is_in_the_table() -> None:
+def test_rope_table_covers_every_transformers_rope_type() -> None:
     assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.parametrize(("rope", "backbone"), grid(ROPES, BACKBONES, strength=1))
 @torch.no_grad()
-def test_every_rope_type(rope: str, backbone: str, tmp_path: Path) -> None:
-    stock, ours = both(backbone, tmp_path, KNOCKING, rope_parameters=ROPES[rope])
+def test_every_rope_type_gives_stock_logits(rope: str, backbone: str, tmp_path: Path) -> None:
+    stock, ours = stock_and_crosshead_model(backbone, tmp_path, KNOCKING, rope_parameters=ROPES[rope])
     long = tokens(1, 100)  # longer than the original_max_position_embeddings of the scaled types
     assert torch.equal(ours(long).logits, stock(long).logits)
     explicit = type(ours).from_pretrained(tmp_path, mixers=EXPLICIT, attn_implementation="eager").eval()
@@ -65,17 +65,17 @@ def test_every_rope_type(rope: str, backbone: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backbone", ("Qwen2", "Qwen3", "Qwen3Moe"))
 @torch.no_grad()
-def test_sliding_window_layers(backbone: str, tmp_path: Path) -> None:
+def test_sliding_window_layers_give_stock_logits(backbone: str, tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    stock, ours = both(backbone, tmp_path, KNOCKING, **window)
+    stock, ours = stock_and_crosshead_model(backbone, tmp_path, KNOCKING, **window)
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize(("tied", "backbone"), grid((True, False), BACKBONES, strength=1))
 @torch.no_grad()
-def test_tied_embeddings(tied: bool, backbone: str, tmp_path: Path) -> None:
-    stock, ours = both(backbone, tmp_path / "stock", KNOCKING, tie_word_embeddings=tied)
+def test_embedding_tying_survives_save_and_load(tied: bool, backbone: str, tmp_path: Path) -> None:
+    stock, ours = stock_and_crosshead_model(backbone, tmp_path / "stock", KNOCKING, tie_word_embeddings=tied)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is tied
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
     ours.save_pretrained(tmp_path / "ours")
@@ -93,13 +93,13 @@ def test_attention_bias(backbone: str) -> None:
     assert attention.q_proj.bias is not None
 
 
-def test_qwen2_components_have_biases() -> None:
+def test_qwen2_explicit_projections_have_biases() -> None:
     attention = mixed_model("Qwen2", {"explicit": {"key_heads": 1, "value_heads": 1}}).model.layers[0].self_attn
     assert attention.k_proj.bias.shape == attention.v_proj.bias.shape == (8,)
     assert attention.o_proj.bias is None
 
 
-def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors in a saved folder."""
     with safe_open(folder / "model.safetensors", "pt") as saved:
         return {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
@@ -107,16 +107,16 @@ def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.oldest
 @torch.no_grad()
-def test_experts_keep_the_stock_layout(tmp_path: Path) -> None:
-    stock, ours = both("Qwen3Moe", tmp_path / "stock", KNOCKING)
+def test_saved_experts_keep_stock_tensor_layout(tmp_path: Path) -> None:
+    stock, ours = stock_and_crosshead_model("Qwen3Moe", tmp_path / "stock", KNOCKING)
     ours.save_pretrained(tmp_path / "ours")
-    saved = tensors(tmp_path / "ours")
-    assert {name: shape for name, shape in saved.items() if ".mixers." not in name} == tensors(tmp_path / "stock")
+    saved = saved_shapes(tmp_path / "ours")
+    assert {name: shape for name, shape in saved.items() if ".mixers." not in name} == saved_shapes(tmp_path / "stock")
     back = STOCK["Qwen3Moe"][1].from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     assert torch.equal(back(tokens()).logits, stock(tokens()).logits)
     fresh = lopsided(type(ours)(ours.config))
     fresh.save_pretrained(tmp_path / "fresh")
-    assert tensors(tmp_path / "fresh") == saved
+    assert saved_shapes(tmp_path / "fresh") == saved
     again, report = type(ours).from_pretrained(
         tmp_path / "fresh", attn_implementation="eager", output_loading_info=True
     )
@@ -124,8 +124,8 @@ def test_experts_keep_the_stock_layout(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(tokens()).logits, fresh.eval()(tokens()).logits)
 
 
-def test_expert_losses_are_the_stock_ones(tmp_path: Path) -> None:
-    stock, ours = both("Qwen3Moe", tmp_path, KNOCKING, output_router_logits=True)
+def test_expert_aux_loss_equals_stock(tmp_path: Path) -> None:
+    stock, ours = stock_and_crosshead_model("Qwen3Moe", tmp_path, KNOCKING, output_router_logits=True)
     expected, output = stock(tokens(), labels=tokens()), ours(tokens(), labels=tokens())
     assert torch.equal(output.loss, expected.loss)
     assert torch.equal(output.aux_loss, expected.aux_loss)
@@ -133,7 +133,7 @@ def test_expert_losses_are_the_stock_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written_as", ("num_experts", "num_local_experts"))
-def test_fields_with_two_names_can_be_given_beside_a_folder(written_as: str) -> None:
+def test_num_experts_override_replaces_either_field_name(written_as: str) -> None:
     saved = mixed_model("Qwen3Moe", KNOCKING).config.to_dict()
     saved = {name: value for name, value in saved.items() if name not in ("num_experts", "num_local_experts")}
     changed = crosshead.CrossheadQwen3MoeConfig.from_dict(saved | {written_as: 4}, num_experts=8)
@@ -142,8 +142,8 @@ def test_fields_with_two_names_can_be_given_beside_a_folder(written_as: str) -> 
 
 @pytest.mark.parametrize("backbone", first(BACKBONES))
 @torch.no_grad()
-def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None:
-    stock, ours = both(backbone, tmp_path, KNOCKING)
+def test_num_hidden_layers_override_truncates_checkpoint(backbone: str, tmp_path: Path) -> None:
+    stock, ours = stock_and_crosshead_model(backbone, tmp_path, KNOCKING)
     shorter = (
         type(ours).from_pretrained(tmp_path, mixers=KNOCKING, num_hidden_layers=1, attn_implementation="eager").eval()
     )
@@ -153,7 +153,7 @@ def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("other", "backbone"), list(permutations(BACKBONES, 2)))
-def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_backbone_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
     """Without this refusal the Llama class, for example, would load a Qwen2 checkpoint and drop its biases."""
     stock_model(other).save_pretrained(tmp_path / "stock")
     mixed_model(other, KNOCKING).save_pretrained(tmp_path / "ours")
@@ -164,7 +164,7 @@ def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_p
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_mechanism_is_taken_for_a_projection(case: str) -> None:
+def test_mechanisms_contain_no_nn_linear(case: str) -> None:
     """Quantisers replace every nn.Linear before new mechanism parameters of a stock checkpoint are initialised."""
     for layer in mixed_model("Llama", CASES[case]).model.layers:
         modules = layer.self_attn.mixers.modules()

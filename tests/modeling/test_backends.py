@@ -29,7 +29,7 @@ PADDED = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def real_token_logits(model: Any) -> torch.Tensor:
     """Return the logits of the real tokens of a padded batch."""
     return model(tokens(), attention_mask=PADDED).logits[PADDED.bool()]
 
@@ -37,10 +37,10 @@ def logits(model: Any) -> torch.Tensor:
 @for_each_mechanism_on_each_backbone
 def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
     eager, sdpa = (mixed_model(backbone, CASES[case], backend=backend) for backend in ("eager", "sdpa"))
-    assert (logits(eager) - logits(sdpa)).abs().max() < 1e-4
+    assert (real_token_logits(eager) - real_token_logits(sdpa)).abs().max() < 1e-4
     default = mixed_model(backbone, CASES[case], backend=None)
     assert default.config._attn_implementation == "sdpa"
-    assert torch.equal(logits(default), logits(sdpa))
+    assert torch.equal(real_token_logits(default), real_token_logits(sdpa))
 
 
 @pytest.mark.slow
@@ -50,11 +50,11 @@ def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
 def test_flex_attention_agrees_with_eager(case: str) -> None:
     sizes = {"hidden_size": 32, "head_dim": 16}  # flex attention needs head sizes of at least 16
     eager, flex = (mixed_model("Qwen3", CASES[case], backend=b, **sizes) for b in ("eager", "flex_attention"))
-    assert (logits(eager) - logits(flex)).abs().max() < 1e-4
+    assert (real_token_logits(eager) - real_token_logits(flex)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("case", "backend"), grid(NEEDS_WEIGHTS, ("flash_attention_2", "flex_attention"), strength=1))
-def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any) -> None:
+def test_talking_refuses_flash_and_flex_attention(case: str, backend: str, tmp_path: Any) -> None:
     expected = f"attn_implementation='{backend}'.*'talking'"
     with pytest.raises(ValueError, match=expected):
         AutoModelForCausalLM.from_config(mixed_config("Llama", CASES[case]), attn_implementation=backend)
@@ -74,7 +74,7 @@ def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any)
         pytest.param("flex_attention", marks=[pytest.mark.slow, pytest.mark.compile]),
     ],
 )
-def test_a_backend_set_past_every_check_is_refused(backend: str) -> None:
+def test_backend_assigned_to_config_is_refused_in_forward(backend: str) -> None:
     model = mixed_model("Llama", CASES[NEEDS_WEIGHTS[0]])
     model.config._attn_implementation = backend
     with pytest.raises(ValueError, match=f"attn_implementation='{backend}'.*'talking'"):
@@ -82,32 +82,32 @@ def test_a_backend_set_past_every_check_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["knocking", *NEEDS_WEIGHTS])
-def test_an_unknown_backend_gets_the_library_s_error(case: str) -> None:
+def test_unknown_backend_raises_transformers_error(case: str) -> None:
     model = mixed_model("Llama", CASES[case])
     with pytest.raises(ValueError, match='attn_implementation="foo"'):
         model.set_attn_implementation("foo")
     assert model.config._attn_implementation == "eager"
 
 
-def test_flash_attention_is_not_refused_by_us() -> None:
+def test_knocking_does_not_refuse_flash_attention() -> None:
     with pytest.raises(ImportError, match=r"flash_attn|kernels|FlashAttention"):
         AutoModelForCausalLM.from_config(
             mixed_config("Llama", {"knocking": {}}), attn_implementation="flash_attention_2"
         )
 
 
-def test_set_attn_implementation_switches() -> None:
+def test_set_attn_implementation_switches_backend() -> None:
     model = mixed_model("Llama", CASES["explicit"])
-    expected = logits(model)
+    expected = real_token_logits(model)
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
-    assert (logits(model) - expected).abs().max() < 1e-4
+    assert (real_token_logits(model) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_our_names_are_causal_without_a_mask(case: str, name: str) -> None:
+def test_crosshead_backends_are_causal_without_mask(case: str, name: str) -> None:
     model = mixed_model("Llama", CASES[case])
     expected = model(tokens()).logits
     model.set_attn_implementation(name)
@@ -115,7 +115,7 @@ def test_our_names_are_causal_without_a_mask(case: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", DISPATCHED)
-def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
+def test_custom_backend_receives_stock_tensor_shapes(case: str) -> None:
     """A custom attention gets the arguments of stock models: all query and key/value heads, the window, a mask.
 
     With `differential` it gets half of the heads per call: the first or the second head of each pair.
@@ -129,7 +129,7 @@ def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
     AttentionInterface.register("spy", spy)
     AttentionMaskInterface.register("spy", eager_mask)
     model = mixed_model("Qwen3", CASES[case], backend="spy")
-    assert (logits(model) - logits(mixed_model("Qwen3", CASES[case]))).abs().max() < 1e-4
+    assert (real_token_logits(model) - real_token_logits(mixed_model("Qwen3", CASES[case]))).abs().max() < 1e-4
     parts = 2 if "differential" in case else 1
     keys = (2, 2 // parts, 9, 8)
     assert set(shapes) == {((2, 4 // parts, 9, 8), keys, keys, None)}
@@ -137,7 +137,7 @@ def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
 
 @for_each_case_and_backbone
 @torch.no_grad()
-def test_eager_returns_the_weights(case: str, backbone: str) -> None:
+def test_eager_returns_attention_weights(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     weights = model(tokens(), output_attentions=True).attentions
     assert len(weights) == 2
@@ -149,7 +149,7 @@ def test_eager_returns_the_weights(case: str, backbone: str) -> None:
 
 
 @pytest.mark.parametrize("case", first(["differential", "talking", "knocking", "explicit", "mixture"], 2))
-def test_the_returned_weights_have_gradients(case: str) -> None:
+def test_returned_attention_weights_have_gradients(case: str) -> None:
     outputs = mixed_model("Llama", CASES[case])(tokens(), output_attentions=True)
     for weights in outputs.attentions:
         weights.retain_grad()
@@ -159,14 +159,14 @@ def test_the_returned_weights_have_gradients(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*NEEDS_WEIGHTS, "differential"])
-def test_paged_caches_are_refused_where_attention_is_replaced(case: str) -> None:
+def test_generate_batch_is_refused_with_talking_and_differential(case: str) -> None:
     model = mixed_model("Llama", CASES[case])
     with pytest.raises(ValueError, match=r"'(talking|differential)'.*generate\(\)"):
         model.generate_batch([[1, 2, 3]])
 
 
 @pytest.mark.parametrize("case", first(["explicit", "knocking", "mixture", "knocking+mixture"]))
-def test_continuous_batching(case: str) -> None:
+def test_continuous_batching_equals_generate(case: str) -> None:
     model = mixed_model("Llama", CASES[case], backend="sdpa")
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # the default allocates most of the memory
@@ -182,7 +182,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_families_are_registered() -> None:
+def test_auto_classes_build_models_of_every_family() -> None:
     for config_class, models in crosshead.FAMILIES.items():
         backbone = config_class.__name__[9:-6]
         sizes = mixed_config(backbone, {}).to_dict() if backbone in STOCK else OTHER_SIZES[backbone]

@@ -156,7 +156,9 @@ TABLE += [pytest.param(*row, id=f"{row[0]} for {row[1]}") for row in BAD_MODELS]
 
 
 @pytest.mark.parametrize(("mixers", "changes", "pieces"), TABLE)
-def test_bad_config_is_refused(mixers: Any, changes: dict[str, Any], pieces: tuple[str, ...]) -> None:
+def test_invalid_mixers_error_names_option_and_allowed_values(
+    mixers: Any, changes: dict[str, Any], pieces: tuple[str, ...]
+) -> None:
     with pytest.raises(ValueError) as caught:
         mixed_config("Llama", mixers, **changes)
     message = str(caught.value)
@@ -165,7 +167,7 @@ def test_bad_config_is_refused(mixers: Any, changes: dict[str, Any], pieces: tup
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_every_backbone_refuses(backbone: str) -> None:
+def test_every_backbone_refuses_invalid_value_heads(backbone: str) -> None:
     with pytest.raises(ValueError, match=r"mixers\.explicit\.value_heads=3"):
         mixed_config(backbone, {"explicit": {"value_heads": 3}})
 
@@ -188,19 +190,19 @@ WAYS_IN: dict[str, Callable[[Path, Any], Any]] = {
 
 @pytest.mark.parametrize("mixers", REFUSED, ids=str)
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_no_way_in_goes_past_the_checks(way: str, mixers: Any, tmp_path: Path) -> None:
+def test_every_loading_method_validates_mixers(way: str, mixers: Any, tmp_path: Path) -> None:
     mixed_config("Llama", {"knocking": {}}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="mixers"):
         WAYS_IN[way](tmp_path, mixers)
 
 
-def test_mixers_beside_a_stock_folder_are_checked(tmp_path: Path) -> None:
+def test_mixers_passed_with_stock_folder_are_validated(tmp_path: Path) -> None:
     stock_config("Llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"mixers\.explicit\.key_heads=3"):
         CrossheadLlamaConfig.from_pretrained(tmp_path, mixers={"explicit": {"key_heads": 3}})
 
 
-def test_an_edited_config_file_is_checked(tmp_path: Path) -> None:
+def test_edited_config_json_is_validated(tmp_path: Path) -> None:
     config = mixed_config("Llama", {"knocking": {}})
     (tmp_path / "config.json").write_text(config.to_json_string().replace('"mlp"', '"mpl"'), encoding="utf-8")
     for load in (CrossheadLlamaConfig.from_pretrained, AutoConfig.from_pretrained):
@@ -213,7 +215,7 @@ MODELS = [model for models in crosshead.FAMILIES.values() for model in models]
 
 @pytest.mark.parametrize("model", MODELS, ids=[model.__name__ for model in MODELS])
 @pytest.mark.parametrize("mixers", REFUSED, ids=str)
-def test_mixers_assigned_later_are_checked_when_a_model_is_built(model: type[Any], mixers: Any) -> None:
+def test_mixers_assigned_to_config_are_validated_by_model(model: type[Any], mixers: Any) -> None:
     config = model.config_class(**({} if hasattr(model.config_class, "stage_of_layer") else SIZES))
     config.mixers = mixers
     with pytest.raises(ValueError, match="mixers"):
@@ -232,7 +234,7 @@ OUTGROWN_IDS = [f"{field}={value} with {mixers}" for field, value, mixers, _ in 
 
 
 @pytest.mark.parametrize(("field", "value", "mixers", "message"), OUTGROWN, ids=OUTGROWN_IDS)
-def test_a_changed_model_is_checked_when_it_is_built(field: str, value: Any, mixers: Any, message: str) -> None:
+def test_changed_config_field_is_validated_by_model(field: str, value: Any, mixers: Any, message: str) -> None:
     config = mixed_config("Llama", mixers)
     setattr(config, field, value)
     with pytest.raises(ValueError, match=message):
@@ -240,7 +242,9 @@ def test_a_changed_model_is_checked_when_it_is_built(field: str, value: Any, mix
 
 
 @pytest.mark.parametrize(("field", "value", "mixers", "message"), OUTGROWN, ids=OUTGROWN_IDS)
-def test_a_field_beside_a_folder_is_checked(field: str, value: Any, mixers: Any, message: str, tmp_path: Path) -> None:
+def test_config_field_override_is_validated_with_saved_mixers(
+    field: str, value: Any, mixers: Any, message: str, tmp_path: Path
+) -> None:
     mixed_config("Llama", mixers).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         CrossheadLlamaConfig.from_pretrained(tmp_path, **{field: value})
@@ -256,7 +260,7 @@ STOCK_REFUSES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", STOCK_REFUSES, ids=str)
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_what_the_stock_config_refuses_is_refused(backbone: str, changes: dict[str, Any]) -> None:
+def test_values_refused_by_stock_config_are_refused(backbone: str, changes: dict[str, Any]) -> None:
     with pytest.raises(Exception, match=r"\w") as stock:
         stock_config(backbone, **changes)
     with pytest.raises(stock.type):

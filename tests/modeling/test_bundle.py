@@ -48,7 +48,7 @@ FIVE_LINES = 2300
 LEFT_OUT = ("package_only", "access_tokens", "write_code", "triton")
 
 
-def lines(files: dict[str, str]) -> int:
+def line_count(files: dict[str, str]) -> int:
     return sum(text.count("\n") for text in files.values())
 
 
@@ -59,10 +59,10 @@ def lines(files: dict[str, str]) -> int:
         *product(SHARED_ROTARY, [case for case in SHARED_ROTARY_CASES if case in MECHANISM_CASES]),
     ],
 )
-def test_one_mechanism(case: str, backbone: str) -> None:
+def test_code_files_contain_only_used_mechanism_and_backbone(case: str, backbone: str) -> None:
     files = code_files(mixed_config(backbone, mixers_of(case, backbone)))
     assert list(files) == NAMES
-    assert lines(files) <= LINES.get(case, 1300) + FURTHER_LINES.get(backbone, 0)
+    assert line_count(files) <= LINES.get(case, 1300) + FURTHER_LINES.get(backbone, 0)
     defined = {node.name for text in files.values() for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     for name, mechanism in crosshead.MECHANISMS.items():
         assert ({mechanism.__name__, mechanism.rules.__name__} <= defined) == (name == case)
@@ -74,11 +74,11 @@ def test_one_mechanism(case: str, backbone: str) -> None:
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_five_mechanisms(backbone: str) -> None:
-    assert lines(code_files(mixed_config(backbone, FIVE))) <= FIVE_LINES + FURTHER_LINES.get(backbone, 0)
+def test_code_files_of_five_mechanisms_stay_within_line_limit(backbone: str) -> None:
+    assert line_count(code_files(mixed_config(backbone, FIVE))) <= FIVE_LINES + FURTHER_LINES.get(backbone, 0)
 
 
-def test_formatted_as_the_project(tmp_path: Path) -> None:
+def test_code_files_pass_ruff_check_and_format(tmp_path: Path) -> None:
     several = {**CASES, "five": FIVE, "six": SIX, "none": {}}
     for backbone in (*BACKBONES, *SHARED_ROTARY):
         cases = several if backbone in BACKBONES else {**SHARED_ROTARY_CASES, "none": {}}
@@ -96,7 +96,7 @@ def test_formatted_as_the_project(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_all_mechanisms_in_one_model(warm_process: Any, tmp_path: Path) -> None:
+def test_remote_code_of_six_mechanisms_gives_the_same_logits(warm_process: Any, tmp_path: Path) -> None:
     model, environment = mixed_model("Qwen3", SIX), os.environ | {"HF_HUB_OFFLINE": "1"}
     model.save_pretrained(tmp_path / "model")
     text = (tmp_path / "model" / NAMES[1]).read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_all_mechanisms_in_one_model(warm_process: Any, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).logits)
 
 
-def test_names_that_clash_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clashing_definitions_raise_bundle_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read = bundle.read_module
 
     def renamed(name: str) -> bundle.Module:
@@ -126,7 +126,7 @@ def test_names_that_clash_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         code_files(mixed_config("Llama", {"explicit": {}}))
 
 
-def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
+def test_resaved_remote_code_model_keeps_code_files(tmp_path: Path) -> None:
     model = mixed_model("Qwen3", {"explicit": {}})
     model.save_pretrained(tmp_path / "first")
     worker = (
@@ -162,7 +162,7 @@ def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
         assert sorted(path.name for path in (tmp_path / folder).glob("*.py")) == NAMES
 
 
-def test_a_user_s_subclass_is_saved_with_classes_that_exist(tmp_path: Path) -> None:
+def test_auto_map_of_config_subclass_names_existing_classes(tmp_path: Path) -> None:
     class Mine(crosshead.CrossheadLlamaConfig):
         model_type = "mine"
 
@@ -175,6 +175,6 @@ def test_a_user_s_subclass_is_saved_with_classes_that_exist(tmp_path: Path) -> N
         assert name in imported | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def test_the_page_on_adding_shows_gating_whole() -> None:
+def test_adding_page_contains_whole_gating_module() -> None:
     page = (ROOT / "modeling" / "docs" / "adding.md").read_text(encoding="utf-8")
     assert (ROOT / "modeling" / "mechanisms" / "gating.py").read_text(encoding="utf-8") in page

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compile
 
 
 @pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
+def _reset_compiler() -> Iterator[None]:
     yield
     torch.compiler.reset()
 
@@ -38,7 +38,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": items}
 
 
-def run(model: Any, call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_grads(model: Any, call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss and the gradients of one call."""
     loss = call(**inputs(), use_cache=False).loss
     loss.backward()
@@ -47,26 +47,26 @@ def run(model: Any, call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss.detach(), gradients
 
 
-def check(backbone: str, case: str, backend: str, **changes: Any) -> None:
+def check_compiled_model(backbone: str, case: str, backend: str, **changes: Any) -> None:
     """Compile a model before its first call; compare it with an uncompiled one, and with itself uncompiled after."""
     model, plain = (mixed_model(backbone, CASES[case], backend=None, **changes).train() for _ in range(2))
     if backbone == "Qwen3Moe":
         for candidate in (model, plain):
             candidate.set_experts_implementation("batched_mm")  # traceable in every supported transformers version
-    compiled = run(model, torch.compile(model, fullgraph=True, backend=backend))
-    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=3e-6)  # summed in another order
-    torch.testing.assert_close(run(model, model), run(plain, plain), rtol=0, atol=0)
+    compiled = loss_and_grads(model, torch.compile(model, fullgraph=True, backend=backend))
+    torch.testing.assert_close(compiled, loss_and_grads(plain, plain), rtol=1e-5, atol=3e-6)  # summed in another order
+    torch.testing.assert_close(loss_and_grads(model, model), loss_and_grads(plain, plain), rtol=0, atol=0)
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("pair", first(PAIRS, 2), ids="-".join)
-def test_one_graph_equals_eager(pair: tuple[str, str]) -> None:
-    check(*pair, "aot_eager")
+def test_fullgraph_compile_equals_eager(pair: tuple[str, str]) -> None:
+    check_compiled_model(*pair, "aot_eager")
 
 
 @pytest.mark.parametrize("mode", first(["train", "eval"]))
 @pytest.mark.parametrize("case", first(["differential", *(case for case in CASES if case != "differential")]))
-def test_one_graph_under_a_default_device(case: str, mode: str) -> None:
+def test_fullgraph_compile_works_under_default_device(case: str, mode: str) -> None:
     model = getattr(mixed_model("Llama", CASES[case], backend=None), mode)()
     with torch.device("cpu"):
         loss = torch.compile(model, fullgraph=True, backend="eager")(**inputs(), use_cache=False).loss
@@ -75,5 +75,5 @@ def test_one_graph_under_a_default_device(case: str, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ and finds no g++")
-def test_generated_code_equals_eager() -> None:
-    check("Llama", "explicit+talking+mixture", "inductor", num_hidden_layers=1)
+def test_inductor_code_equals_eager() -> None:
+    check_compiled_model("Llama", "explicit+talking+mixture", "inductor", num_hidden_layers=1)

@@ -77,30 +77,30 @@ def config_class(backbone: str) -> type[Any]:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults_are_filled_in(name: str) -> None:
+def test_omitted_options_get_defaults(name: str) -> None:
     required = REQUIRED.get(name, {})
     assert mixed_config("Llama", {name: required}).mixers == {name: DEFAULTS[name] | required}
 
 
-def test_null_is_the_default() -> None:
+def test_none_options_get_defaults() -> None:
     mixers = {"knocking": None, "explicit": {"norm": None, "key_heads": None, "layers": None, "on": None}}
     assert mixed_config("Llama", mixers).mixers == {name: DEFAULTS[name] for name in mixers}
 
 
-def test_half_of_the_active_heads_are_shared() -> None:
+def test_shared_heads_default_to_half_of_active_heads() -> None:
     assert mixed_config("Llama", {"mixture": {"active_heads": 3}}).mixers["mixture"]["shared_heads"] == 1
     assert mixed_config("Llama", {"mixture": {"active_heads": [1, 4]}}).mixers["mixture"]["shared_heads"] == [0, 2]
 
 
 @pytest.mark.parametrize(("name", "option", "values"), VALUES, ids=[f"{name}.{option}" for name, option, _ in VALUES])
-def test_every_value_is_kept(name: str, option: str, values: list[Any]) -> None:
+def test_every_valid_option_value_is_kept(name: str, option: str, values: list[Any]) -> None:
     for value in values:
         required = REQUIRED.get(name, {}) | ({"shared_heads": 1} if option == "active_heads" else {})
         assert mixed_config("Llama", {name: required | {option: value}}).mixers[name][option] == value
 
 
 @pytest.mark.parametrize("mixers", COMBINATIONS, ids=str)
-def test_allowed_combinations(mixers: dict[str, Any]) -> None:
+def test_allowed_mechanism_combinations_build_models(mixers: dict[str, Any]) -> None:
     config = mixed_config("Llama", mixers)
     model = CrossheadLlamaForCausalLM(config)
     for index, layer in enumerate(model.model.layers):
@@ -109,7 +109,7 @@ def test_allowed_combinations(mixers: dict[str, Any]) -> None:
         assert list(getattr(layer.self_attn, "mixers", {})) == names
 
 
-def test_layers_and_counts_resolve_layer_by_layer() -> None:
+def test_mixers_of_layer_resolves_per_layer_options() -> None:
     mixers = {"explicit": {"key_heads": (2, 1, 2)}, "talking": {"layers": (2, 0)}, "knocking": {"on": ("key",)}}
     config = mixed_config("Llama", mixers, num_hidden_layers=3)
     assert config.mixers["explicit"]["key_heads"] == [2, 1, 2]
@@ -124,7 +124,7 @@ def test_layers_and_counts_resolve_layer_by_layer() -> None:
     assert "layers" not in config.mixers_of_layer(0)["talking"]
 
 
-def test_the_given_mapping_stays_as_it_was() -> None:
+def test_mixers_argument_is_copied() -> None:
     mixers = {"knocking": {"on": ["value"]}, "mixture": {"active_heads": [3, 3]}}
     before = copy.deepcopy(mixers)
     config = mixed_config("Llama", mixers)
@@ -151,7 +151,7 @@ ROUND_TRIPS: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("way", ROUND_TRIPS)
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_order_survives(order: list[str], way: str, tmp_path: Path) -> None:
+def test_mechanism_order_survives_serialisation(order: list[str], way: str, tmp_path: Path) -> None:
     config = mixed_config("Qwen3", {name: REQUIRED.get(name, {}) for name in order})
     again = ROUND_TRIPS[way](config, tmp_path)
     assert type(again) is type(config)
@@ -188,7 +188,7 @@ FROM_STOCK: dict[str, Callable[[Any, Path, type[Any]], Any]] = {
 
 
 @pytest.mark.parametrize("way", FROM_STOCK)
-def test_model_type_is_ours(way: str, tmp_path: Path) -> None:
+def test_config_from_stock_has_crosshead_model_type(way: str, tmp_path: Path) -> None:
     for backbone in BACKBONES:
         config = FROM_STOCK[way](stock_config(backbone), tmp_path, config_class(backbone))
         assert config.model_type == MODEL_TYPES[backbone]
@@ -196,7 +196,7 @@ def test_model_type_is_ours(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", FROM_STOCK)
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_without_mixers_it_is_the_stock_config(backbone: str, way: str, tmp_path: Path) -> None:
+def test_config_without_mixers_equals_stock_config(backbone: str, way: str, tmp_path: Path) -> None:
     for stock in (stock_config(backbone), STOCK[backbone][0]()):
         config = FROM_STOCK[way](stock, tmp_path, config_class(backbone))
         ours = {"model_type": MODEL_TYPES[backbone], "mixers": {}, "auto_map": config.auto_map}
@@ -264,12 +264,12 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
 ]
 
 
-def shapes(model: Any) -> Tensors:
+def tensor_shapes(model: Any) -> Tensors:
     """Return name -> shape of a model's tensors."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def test_frozen_names_and_options() -> None:
+def test_model_types_and_option_names_are_frozen() -> None:
     """Saved models of users depend on these names: changing them breaks the models."""
     ours = {config.model_type: config.__name__ for config in crosshead.FAMILIES}
     assert ours == {model_type: f"Crosshead{backbone}Config" for backbone, model_type in MODEL_TYPES.items()}
@@ -278,17 +278,17 @@ def test_frozen_names_and_options() -> None:
 
 
 @pytest.mark.parametrize(("mixers", "first", "second"), TENSORS, ids=[str(row[0]) for row in TENSORS])
-def test_frozen_tensors(mixers: dict[str, Any], first: Tensors, second: Tensors) -> None:
-    expected = shapes(stock_model("Llama"))
+def test_tensor_names_and_shapes_are_frozen(mixers: dict[str, Any], first: Tensors, second: Tensors) -> None:
+    expected = tensor_shapes(stock_model("Llama"))
     for index, tensors in enumerate((first, second)):
         expected |= {f"model.layers.{index}.self_attn.{name}": shape for name, shape in tensors.items()}
-    assert shapes(mixed_model("Llama", mixers)) == expected
+    assert tensor_shapes(mixed_model("Llama", mixers)) == expected
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_stock_tensors_keep_their_names(backbone: str) -> None:
-    stock = shapes(stock_model(backbone))
-    assert shapes(mixed_model(backbone, {})) == stock
+    stock = tensor_shapes(stock_model(backbone))
+    assert tensor_shapes(mixed_model(backbone, {})) == stock
     mixers = {"knocking": {"form": "gate"}, "explicit": {"key_heads": 1, "value_heads": [2, 1], "norm": False}}
     fewer = [name for name in stock if "0.self_attn.k_proj" in name or "1.self_attn.k_proj" in name]
     fewer += [name for name in stock if "1.self_attn.v_proj" in name]
@@ -297,4 +297,4 @@ def test_stock_tensors_keep_their_names(backbone: str) -> None:
         prefix = f"model.layers.{layer}.self_attn.mixers"
         expected[f"{prefix}.knocking.value.gate.weight"] = (8, 8)
         expected |= {f"{prefix}.explicit.key.weight": (2, 1), f"{prefix}.explicit.value.weight": (2, values)}
-    assert shapes(mixed_model(backbone, mixers)) == expected
+    assert tensor_shapes(mixed_model(backbone, mixers)) == expected

@@ -71,7 +71,7 @@ def test_neutral_start_is_the_stock_model(mechanism: str, index: int, backbone: 
 
 @pytest.mark.parametrize("backbone", (*BACKBONES, *ENCODERS))
 @torch.no_grad()
-def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> None:
+def test_model_without_mixers_equals_stock_model(backbone: str, tmp_path: Path) -> None:
     stock = stock_model(backbone, backend="sdpa")
     stock.save_pretrained(tmp_path)
     ours = ours_from_stock(backbone, tmp_path, {}, backend="sdpa")
@@ -106,7 +106,7 @@ def test_remote_code_gives_the_same_logits(case: str, backbone: str, warm_proces
 
 
 @for_each_case_and_model
-def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
+def test_stock_checkpoint_loads_without_uninitialised_parameters(case: str, backbone: str, tmp_path: Path) -> None:
     keeps_shapes = {
         name: {
             option: value
@@ -133,7 +133,7 @@ def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path
             assert parameter.abs().max() < 2, name
 
 
-def test_a_half_loaded_mechanism_keeps_what_was_loaded(tmp_path: Path) -> None:
+def test_partially_loaded_mechanism_keeps_loaded_tensors(tmp_path: Path) -> None:
     model = mixed_model("Llama", {"differential": {}})
     model.save_pretrained(tmp_path)
     dropped = "model.layers.0.self_attn.mixers.differential.lambda_k2"
@@ -165,7 +165,7 @@ def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
 
 @for_each_case_and_decoder
 @torch.no_grad()
-def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
+def test_attention_is_causal(case: str, backbone: str) -> None:
     for backend in BACKENDS:
         model = mixed_model(backbone, mixers_of(case, backbone), backend=backend)
         ids, changed = tokens(), tokens()
@@ -216,7 +216,7 @@ def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
     ("case", "backbone", "dtype"),
     [*grid(CASES, BACKBONES, HALVES, strength=1), *grid(SHARED_ROTARY_CASES, SHARED_ROTARY, HALVES, strength=1)],
 )
-def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_close_to_float32(case: str, backbone: str, dtype: torch.dtype) -> None:
     model = mixed_model(backbone, mixers_of(case, backbone))
     expected = model(tokens()).logits
     half = model.to(dtype).train()
@@ -230,7 +230,7 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
 
 @for_each_case_and_model
 @torch.no_grad()
-def test_offloaded_weights(case: str, backbone: str) -> None:
+def test_offloaded_model_gives_the_same_logits(case: str, backbone: str) -> None:
     """accelerate loads a module's weights when the module is called, so parameters must not be read elsewhere."""
     model = mixed_model(backbone, mixers_of(case, backbone))
     expected = model(tokens()).logits
@@ -254,7 +254,7 @@ def test_fully_padded_rows_stay_finite(case: str, dtype: torch.dtype) -> None:
 
 @for_each_case_and_backbone
 @torch.no_grad()
-def test_sequence_classification(case: str, backbone: str, tmp_path: Path) -> None:
+def test_sequence_classification_survives_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     config = mixed_config(backbone, CASES[case], num_labels=3)

@@ -35,7 +35,7 @@ EXPLICIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def low_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the thresholds so that small calls are eligible."""
     monkeypatch.setattr(cpu_mixture, "MIN_QUERIES", 1)
     monkeypatch.setattr(cpu_mixture, "MAX_FRACTION", 1.0)
@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
-def layer(heads: tuple[int, ...], causal: bool = True) -> Any:
+def toy_layer(heads: tuple[int, ...], causal: bool = True) -> Any:
     """Return the attributes of an attention layer that attention functions read."""
     return SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=causal)
 
@@ -70,7 +70,7 @@ def draw_mask(kind: str | None, batch: int, tokens: int, keys: int) -> torch.Ten
     return mask
 
 
-def weighted_values(
+def reference_attention(
     inputs: Sequence[torch.Tensor], visible: torch.Tensor, bias: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
     """Return attention outputs (B, T, H, d) in float64; zeros for rows without visible keys."""
@@ -81,10 +81,10 @@ def weighted_values(
     return (weights @ value).transpose(1, 2)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("low_thresholds")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", MIXTURE)
-def test_mixture(case: str, dtype: torch.dtype) -> None:
+def test_mixture_kernel_equals_dense_attention(case: str, dtype: torch.dtype) -> None:
     """Outputs and gradients equal those of dense attention with outputs of gates 0 zeroed."""
     defaults: dict[str, Any] = {
         "batch": 1,
@@ -101,11 +101,11 @@ def test_mixture(case: str, dtype: torch.dtype) -> None:
     mask, gates = draw_mask(kind, batch, tokens, keys), draw_gates(batch, tokens, heads[0], shared)
     assert cpu_mixture.mixture_eligible(*inputs, mask, 0.0, gates, shared, {})
     output, weights = cpu_mixture.mixture_attention(
-        layer(heads, causal), *inputs, mask, SCALING, gates=gates, shared_heads=shared, active_heads=2
+        toy_layer(heads, causal), *inputs, mask, SCALING, gates=gates, shared_heads=shared, active_heads=2
     )
     visible = torch.ones(tokens, keys, dtype=torch.bool)
     visible = mask if mask is not None else visible.tril() if causal else visible
-    expected = weighted_values(inputs, visible) * gates.unsqueeze(-1)
+    expected = reference_attention(inputs, visible) * gates.unsqueeze(-1)
     grad_output = torch.randn_like(expected)
     pairs = [(output, expected)]
     pairs += zip(
@@ -119,12 +119,12 @@ def test_mixture(case: str, dtype: torch.dtype) -> None:
         assert torch.allclose(ours.double(), plain.double(), atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.usefixtures("small")
-def test_mixture_gives_first_derivatives_alone() -> None:
-    """A second derivative raises an error instead of being wrong."""
+@pytest.mark.usefixtures("low_thresholds")
+def test_second_derivative_of_mixture_kernel_raises() -> None:
+    """Without the error, the second derivative would be wrong."""
     query, key, value = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
     gates = draw_gates(1, 20, 3, 0)[..., :2]
-    output = cpu_mixture.mixture_attention(layer((2, 2)), query, key, value, None, SCALING, gates=gates)[0]
+    output = cpu_mixture.mixture_attention(toy_layer((2, 2)), query, key, value, None, SCALING, gates=gates)[0]
     first = torch.autograd.grad(output.square().sum(), query, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="derivative"):
         torch.autograd.grad(first.sum(), query)
@@ -142,7 +142,7 @@ UNFIT: dict[str, dict[str, Any]] = {
 }
 
 
-def mixture_fits(
+def is_mixture_call_eligible(
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
     mask: torch.Tensor | None = None,
@@ -158,29 +158,28 @@ def mixture_fits(
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_mixture_conditions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_eligible_is_false_for_unsupported_calls(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each condition alone makes a call ineligible."""
-    assert not mixture_fits()
+    assert not is_mixture_call_eligible()
     monkeypatch.setattr(cpu_mixture, "MIN_QUERIES", 16)
-    assert mixture_fits()
-    assert not mixture_fits(**UNFIT[case])
+    assert is_mixture_call_eligible()
+    assert not is_mixture_call_eligible(**UNFIT[case])
     with torch.autocast("cpu"):
-        assert not mixture_fits()
+        assert not is_mixture_call_eligible()
     monkeypatch.setattr(cpu_mixture, "flash_kernel", lambda suffix="": None)
-    assert not mixture_fits()
+    assert not is_mixture_call_eligible()
 
 
-def test_mixture_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_falls_back_to_stock_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gates, or if the call is not eligible, the stock function runs."""
     query, key, value = torch.randn(3, 1, 4, 16, 8)
-    stock = cpu_mixture.sdpa_attention_forward(layer((4, 4)), query, key, value, None, scaling=SCALING)[0]
+    stock = cpu_mixture.sdpa_attention_forward(toy_layer((4, 4)), query, key, value, None, scaling=SCALING)[0]
     for gates in (None, torch.zeros(1, 16, 4)):
-        output = cpu_mixture.mixture_attention(layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
+        output = cpu_mixture.mixture_attention(toy_layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
         assert torch.equal(output, stock)
 
 
-def test_tracing_is_noticed() -> None:
-    """Tracing by torch.func and by torch.jit is detected."""
+def test_is_tracing_detects_func_and_jit_tracing() -> None:
     traced: list[bool] = [is_tracing()]
 
     def noted(x: torch.Tensor) -> torch.Tensor:
@@ -193,10 +192,10 @@ def test_tracing_is_noticed() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.usefixtures("small")
-def test_compiled_mixture_is_stock() -> None:
+@pytest.mark.usefixtures("low_thresholds")
+def test_compiled_mixture_uses_stock_sdpa() -> None:
     """The compiled call is one graph of the stock function, without the kernel."""
-    (query, key, value), module = torch.randn(3, 1, 4, 16, 8), layer((4, 4))
+    (query, key, value), module = torch.randn(3, 1, 4, 16, 8), toy_layer((4, 4))
 
     def attend(gates: torch.Tensor) -> torch.Tensor:
         return cpu_mixture.mixture_attention(module, query, key, value, None, SCALING, gates=gates)[0]
@@ -235,21 +234,22 @@ def explicit_call(
     return [query, *cached], options | {"attention_mask": masks[mask], "scaling": SCALING}
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("low_thresholds")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", EXPLICIT)
-def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs equal those of attention over combined heads."""
+def test_explicit_kernel_equals_attention_over_combined_heads(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (query, *cached), options = explicit_call(**EXPLICIT[case], dtype=dtype)
     monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", None)
-    output, weights = cpu_explicit.explicit_attention(layer((8, 4)), query, *cached, **options)
+    output, weights = cpu_explicit.explicit_attention(toy_layer((8, 4)), query, *cached, **options)
     maps = (options["key_map"], options["value_map"])
     combined = [torch.einsum("ij,bjsd->bisd", *both) for both in zip(maps, cached, strict=True)]
     mask, bias = options["attention_mask"], torch.zeros(())
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
     if visible.is_floating_point():
         visible, bias = visible > cpu_explicit.MASKED_LOGIT, visible
-    expected = weighted_values([query, *combined], visible, bias)
+    expected = reference_attention([query, *combined], visible, bias)
     sees = visible.any(-1).all(1).expand(len(query), query.shape[2])  # (B, T)
     assert weights is None
     assert output.shape == expected.shape
@@ -257,11 +257,11 @@ def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(output.double()[sees], expected[sees], atol=10 * TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("low_thresholds")
 @pytest.mark.parametrize(
     "case", ("gradients", "half precision", "normed keys", "keys alone", "groups", "another", "busy threads")
 )
-def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_falls_back_to_plain_function(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that are not eligible are passed to the plain function."""
     inputs, options = explicit_call(dtype=torch.bfloat16 if case == "half precision" else torch.float32)
     if case == "gradients":
@@ -277,6 +277,6 @@ def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         }
         options |= changes[case]
     monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *arguments, **options: (arguments, options))
-    (*_, scaling), arguments = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
+    (*_, scaling), arguments = cpu_explicit.explicit_attention(toy_layer((8, 4)), *inputs, **options)
     assert scaling == SCALING
     assert arguments["key_map"] is options["key_map"]

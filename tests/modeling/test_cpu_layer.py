@@ -16,7 +16,7 @@ HALF = {"active_heads": 2, "shared_heads": 1}
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def sparse_layer_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Enable the sparse layer for short sequences; yields the number of tokens of each of its calls."""
     token_counts: list[int] = []
     skip = cpu_mixture_layer.mixture_layer
@@ -44,25 +44,27 @@ def classifier(mixture: dict[str, Any], backbone: str = "ViT", **changes: Any) -
     [HALF, HALF | {"gate": "binary"}, {"active_heads": 2, "shared_heads": 0}, HALF | {"gate_scale": "paper"}],
     ids=str,
 )
-def test_outputs_are_those_of_the_plain_forward(options: dict[str, Any], backbone: str, calls: list[int]) -> None:
+def test_sparse_layer_equals_plain_forward(
+    options: dict[str, Any], backbone: str, sparse_layer_calls: list[int]
+) -> None:
     model = classifier(options, backbone)
     plain = model(IMAGES.double(), output_head_router_scores=True)
-    assert calls == []  # not used with gradients
+    assert sparse_layer_calls == []  # not used with gradients
     with torch.inference_mode():
         outputs = model(IMAGES.double(), output_head_router_scores=True)
-    assert len(calls) == 2
+    assert len(sparse_layer_calls) == 2
     assert plain.logits.abs().max() > 0.1 and (outputs.logits - plain.logits).abs().max() < 1e-12
     for mine, theirs in zip(outputs.head_router_scores, plain.head_router_scores, strict=True):
         assert (mine - theirs).abs().max() < 1e-12
 
 
-def test_shared_weights(calls: list[int]) -> None:
+def test_albert_uses_sparse_layer_only_without_padding(sparse_layer_calls: list[int]) -> None:
     model = mixed_model("Albert", {"mixture": HALF}, "sdpa").double()
     plain = model(tokens()).logits
     with torch.no_grad():
-        assert (model(tokens()).logits - plain).abs().max() < 1e-10 and len(calls) == 2
+        assert (model(tokens()).logits - plain).abs().max() < 1e-10 and len(sparse_layer_calls) == 2
         model(tokens(), attention_mask=torch.tensor([[1] * 9, [1] * 6 + [0] * 3]))
-    assert len(calls) == 2
+    assert len(sparse_layer_calls) == 2
 
 
 def _train(model: Any) -> None:
@@ -91,34 +93,34 @@ def _bfloat16(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_train, _hook, _wrap, _eager, _bfloat16])
-def test_other_calls_take_the_plain_forward(change: Callable[[Any], None], calls: list[int]) -> None:
+def test_ineligible_models_use_plain_forward(change: Callable[[Any], None], sparse_layer_calls: list[int]) -> None:
     model = classifier(HALF, attention_probs_dropout_prob=0.0)
     change(model)
     with torch.no_grad():
         assert model(IMAGES.to(model.dtype)).logits.isfinite().all()
-    assert calls == []
+    assert sparse_layer_calls == []
 
 
 @pytest.mark.parametrize("options", [{"active_heads": 2, "router": "query_norm"}, {"active_heads": 3}])
-def test_where_skipping_does_not_pay(options: dict[str, Any], calls: list[int]) -> None:
+def test_sparse_layer_is_unused_when_it_saves_nothing(options: dict[str, Any], sparse_layer_calls: list[int]) -> None:
     """Not used with the query_norm router, which reads all queries, nor with 3 of 4 heads, which saves nothing."""
     model = classifier(options)
     with torch.no_grad():
         outputs = model(IMAGES.double(), output_head_router_scores=True)
-    assert calls == [] and len(outputs.head_router_scores) == 2
+    assert sparse_layer_calls == [] and len(outputs.head_router_scores) == 2
 
 
 @pytest.mark.compile
-def test_compiled(calls: list[int]) -> None:
+def test_compiled_model_uses_plain_forward(sparse_layer_calls: list[int]) -> None:
     """Compilation traces the plain forward, in one graph."""
     model = classifier(HALF)
     with torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True)(IMAGES.double()).logits
-        assert calls == []
+        assert sparse_layer_calls == []
         assert (compiled - model(IMAGES.double()).logits).abs().max() < 1e-12
 
 
-def test_published_models_have_the_plain_forward() -> None:
+def test_kernel_wraps_encoder_forward_once() -> None:
     """Kernels wrap the forward of the installed class only; published models have the plain forward."""
     attend = crosshead.modeling.encoder.EncoderAttention.forward
     assert attend.__wrapped__.__module__ == "crosshead.modeling.encoder"

@@ -84,7 +84,7 @@ class Call:
         return output
 
 
-def plain(call: Call, layer: Any, mixers: dict[str, dict[str, Any]]) -> Tensor:
+def reference_output(call: Call, layer: Any, mixers: dict[str, dict[str, Any]]) -> Tensor:
     """Return the output of the plain reference (B, T, hidden), computed step by step."""
     weights = dict(layer.named_parameters())
     source = call.inputs if call.others is None else call.others
@@ -96,7 +96,7 @@ def plain(call: Call, layer: Any, mixers: dict[str, dict[str, Any]]) -> Tensor:
     )
     routed_by = q
     if "knocking" in mixers:
-        q, k, v = (knocked(x, side, weights) for x, side in ((q, "query"), (k, "key"), (v, "value")))
+        q, k, v = (apply_knocking(x, side, weights) for x, side in ((q, "query"), (k, "key"), (v, "value")))
     if "explicit" in mixers:
         k, v = (torch.einsum("ij,bjsd->bisd", weights[f"mixers.explicit.{n}.weight"], x) for n, x in _sides(k, v))
     if "q_norm.weight" in weights:
@@ -108,9 +108,9 @@ def plain(call: Call, layer: Any, mixers: dict[str, dict[str, Any]]) -> Tensor:
         v = v.unflatten(1, (-1, 2)).repeat_interleave(HEADS // GROUPS, dim=1).flatten(1, 2)
     else:
         k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
-    output = attended(call, q, k, v, weights, "talking" in mixers, source)
+    output = reference_weights(call, q, k, v, weights, "talking" in mixers, source)
     if "differential" in mixers:
-        output = subtracted(output, v, weights)
+        output = differential_output(output, v, weights)
     else:
         output = (output @ v).transpose(1, 2)
     if "explicit" in mixers:
@@ -126,7 +126,7 @@ def _sides(key: Tensor, value: Tensor) -> tuple[tuple[str, Tensor], ...]:
     return ("key", key), ("value", value)
 
 
-def knocked(x: Tensor, side: str, weights: dict[str, Tensor]) -> Tensor:
+def apply_knocking(x: Tensor, side: str, weights: dict[str, Tensor]) -> Tensor:
     """Return heads after the `knocking` map of a side ("query", "key", "value"), or unchanged if it has none."""
     name = f"mixers.knocking.{side}"
     if f"{name}.weight" in weights:
@@ -137,7 +137,7 @@ def knocked(x: Tensor, side: str, weights: dict[str, Tensor]) -> Tensor:
     return 2 * ((x @ up) * torch.sigmoid(x @ gate)) @ down
 
 
-def attended(
+def reference_weights(
     call: Call, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], talking: bool, source: Tensor
 ) -> Tensor:
     """Return the attention weights (B, H, T, S)."""
@@ -155,7 +155,7 @@ def attended(
     return attention_weights
 
 
-def subtracted(attention_weights: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
+def differential_output(attention_weights: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """Return differential outputs (B, T, H / 2, 2 d) in layer 0, whose `lambda_init` is 0.2."""
     first, second = (
         (weights[f"mixers.differential.lambda_q{i}"] @ weights[f"mixers.differential.lambda_k{i}"]).exp()
@@ -169,7 +169,7 @@ def subtracted(attention_weights: Tensor, v: Tensor, weights: dict[str, Tensor])
 @pytest.mark.parametrize("implementation", first(("sdpa", "eager")))
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("case", MIXERS)
-def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
+def test_direct_layer_call_equals_reference(case: str, kind: str, implementation: str) -> None:
     """Covers layers with projection biases (Qwen2) and with QK norm (Qwen3)."""
     call = Call(**CALLS[kind])
     # "eager" applies no implicit causal mask, like stock layers. A position bias is merged with a causal mask, except
@@ -179,7 +179,7 @@ def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
     for backbone in ("Qwen2", "Qwen3"):
         layer = mixed_model(backbone, MIXERS[case], implementation).double().model.layers[0].self_attn
         leaves = [*call.leaves, *layer.parameters()]
-        output, expected = call.ours(layer), plain(call, layer, MIXERS[case])
+        output, expected = call.ours(layer), reference_output(call, layer, MIXERS[case])
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
         direction = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).view_as(output)
         expected_gradients = torch.autograd.grad((expected * direction).sum(), leaves, allow_unused=True)

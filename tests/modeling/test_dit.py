@@ -147,7 +147,7 @@ def test_every_new_parameter_gets_a_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["mixture", "query norms"])
-def test_checkpointing_changes_no_gradient(case: str) -> None:
+def test_checkpointing_keeps_gradients_and_refuses_reentrant(case: str) -> None:
     model = our_dit(CASES[case])
     denoising_loss(model).backward()
     plain = gradients(model)
@@ -159,7 +159,7 @@ def test_checkpointing_changes_no_gradient(case: str) -> None:
         denoising_loss(model)
 
 
-def test_losses_of_accumulated_calls_are_their_mean() -> None:
+def test_accumulated_gradients_equal_mean_of_single_calls() -> None:
     """Each call has its own balance loss; no router scores remain from the previous call."""
     model = our_dit(MIXTURE)
     halves = [slice(0, 1), slice(1, 2)]
@@ -179,14 +179,14 @@ def test_losses_of_accumulated_calls_are_their_mean() -> None:
     assert len(model(LATENTS, TIMES, LABELS, return_dict=False)) == 1
 
 
-def test_a_model_without_a_router_has_a_loss_of_zero() -> None:
+def test_auxiliary_loss_is_zero_without_router() -> None:
     output = our_dit({"gating": {}})(LATENTS, TIMES, LABELS)
     assert output.auxiliary_loss == 0
     assert output.balance_loss is None
 
 
 @torch.no_grad()
-def test_half_precision() -> None:
+def test_half_precision_keeps_router_scores_in_float32() -> None:
     model = our_dit(MIXTURE)
     exact = model(LATENTS, TIMES, LABELS).sample
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,7 +197,7 @@ def test_half_precision() -> None:
 
 
 @pytest.mark.compile
-def test_compiled_as_a_whole_and_by_blocks() -> None:
+def test_compiled_model_and_blocks_give_the_same_gradients() -> None:
     model = our_dit(MIXTURE)
     denoising_loss(model).backward()
     plain = gradients(model)
@@ -211,7 +211,7 @@ def test_compiled_as_a_whole_and_by_blocks() -> None:
         assert grads.keys() == plain.keys()
 
 
-def test_averaged_weights_have_the_routers(tmp_path: Any) -> None:
+def test_ema_weights_include_routers(tmp_path: Any) -> None:
     model = our_dit(MIXTURE)
     ema = EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
     for _ in range(2):

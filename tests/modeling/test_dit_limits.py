@@ -21,7 +21,7 @@ PAPER = {"S/2": (33, 33), "B/2": (130, 131), "L/2": (458, 459), "XL/2": (675, 67
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_parameters_are_those_of_the_paper(name: str) -> None:
+def test_parameter_counts_match_paper(name: str) -> None:
     (blocks, width, heads), (millions, routed_millions) = training_tables.SIZES[name], PAPER[name]
     stock, new = training_tables.parameters(blocks, width, heads)
     assert new == blocks * (heads + 2) * width
@@ -42,12 +42,12 @@ def test_parameters_are_those_of_the_paper(name: str) -> None:
         (["mixture"], "mixers"),
     ],
 )
-def test_mixers_that_cannot_work_are_refused(mixers: Any, words: str) -> None:
+def test_unsupported_mixers_are_refused(mixers: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CrossheadDiTTransformer2DModel(**SIZES, mixers=mixers)
 
 
-def test_processors_that_would_replace_ours_are_refused() -> None:
+def test_replacing_attention_processor_is_refused() -> None:
     model = our_dit(MIXTURE)
     expected = model(LATENTS, TIMES, LABELS).sample
     attention = copy.deepcopy(model).transformer_blocks[1].attn1
@@ -68,7 +68,7 @@ def test_processors_that_would_replace_ours_are_refused() -> None:
         attention(torch.ones(1, 9, 32), attention_mask=torch.ones(1, 9))
 
 
-def test_only_stock_models_are_turned_into_ours() -> None:
+def test_from_transformer_refuses_non_stock_models() -> None:
     for wrong in (our_dit(MIXTURE), torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=type(wrong).__name__):
             CrossheadDiTTransformer2DModel.from_transformer(wrong, MIXTURE)

@@ -35,7 +35,9 @@ def prediction(model: Any) -> torch.Tensor:
 @pytest.mark.oldest
 @pytest.mark.parametrize("mixers", [MIXTURE, ORDERED, {}], ids=["mixture", "several", "none"])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, "10GB"), (torch.bfloat16, "30KB")])
-def test_saved_models_load(mixers: dict[str, Any], dtype: torch.dtype, size: str, tmp_path: Path) -> None:
+def test_saved_model_loads_with_same_config_and_prediction(
+    mixers: dict[str, Any], dtype: torch.dtype, size: str, tmp_path: Path
+) -> None:
     model = our_dit(mixers).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size=size)
     files = {path.name for path in tmp_path.iterdir()}
@@ -69,14 +71,14 @@ def test_stock_checkpoints_load_with_new_mechanisms(at_once: bool, tmp_path: Pat
         load(tmp_path, mixers=MIXTURE, device_map="cpu")
 
 
-def test_copies_and_pickles() -> None:
+def test_pickled_model_gives_same_prediction() -> None:
     model = our_dit(MIXTURE)
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)
     assert torch.equal(prediction(again), prediction(model))
 
 
-def test_pipelines_sample_the_same_images_from_a_neutral_start() -> None:
+def test_pipeline_with_neutral_start_samples_stock_images() -> None:
     made = pipeline()
     stock = made.transformer
     expected = {guidance: samples(made, guidance) for guidance in (4.0, 1.0)}

@@ -87,7 +87,7 @@ def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
 
 @for_each_case_and_encoder
 @torch.no_grad()
-def test_tokens_read_both_sides_and_no_padding(case: str, backbone: str) -> None:
+def test_attention_is_bidirectional_and_ignores_padding(case: str, backbone: str) -> None:
     for backend in ("eager", "sdpa"):
         model = mixed_model(backbone, ENCODER_CASES[case], backend=backend)
         ids, changed = tokens(), tokens()
@@ -99,7 +99,7 @@ def test_tokens_read_both_sides_and_no_padding(case: str, backbone: str) -> None
 
 @pytest.mark.parametrize("backbone", ENCODERS)
 @pytest.mark.parametrize("task", TASKS)
-def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
+def test_task_head_loss_includes_balance_loss(backbone: str, task: str, tmp_path: Path) -> None:
     auto_class = getattr(transformers, f"AutoModelFor{task}")
     count = 2 if task in ("QuestionAnswering", "PreTraining") else 3
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", ENCODERS)
 @torch.no_grad()
-def test_two_heads_without_mechanisms_are_the_stock_ones(backbone: str, tmp_path: Path) -> None:
+def test_pretraining_heads_without_mechanisms_equal_stock(backbone: str, tmp_path: Path) -> None:
     label, logits = SECOND_HEAD[backbone]
     config = getattr(transformers, f"{backbone}Config")(**ENCODER_SIZES, **EXTRA_SIZES.get(backbone, {}))
     stock = lopsided(getattr(transformers, f"{backbone}ForPreTraining")(config)).eval()
@@ -154,7 +154,9 @@ def test_two_heads_without_mechanisms_are_the_stock_ones(backbone: str, tmp_path
 
 @pytest.mark.parametrize("backbone", ENCODERS)
 @torch.no_grad()
-def test_two_heads_by_remote_code(backbone: str, warm_process: Any, tmp_path: Path) -> None:
+def test_remote_code_of_pretraining_model_gives_the_same_logits(
+    backbone: str, warm_process: Any, tmp_path: Path
+) -> None:
     config = mixed_config(backbone, MIXTURE)
     model = getattr(crosshead, f"Crosshead{backbone}ForPreTraining")(config).eval()
     model.set_attn_implementation("eager")
@@ -168,7 +170,7 @@ def test_two_heads_by_remote_code(backbone: str, warm_process: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(ENCODERS, ENCODER_CASES, strength=1))
-def test_checkpointing_gives_the_same_gradients(backbone: str, case: str) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(backbone: str, case: str) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = mixed_model(backbone, ENCODER_CASES[case]).train()
@@ -181,7 +183,7 @@ def test_checkpointing_gives_the_same_gradients(backbone: str, case: str) -> Non
 
 
 @pytest.mark.parametrize("backbone", ENCODERS)
-def test_the_trainer_accumulates_the_whole_loss(backbone: str, tmp_path: Path) -> None:
+def test_trainer_accumulates_balance_loss_over_micro_batches(backbone: str, tmp_path: Path) -> None:
     """Accumulation over two micro-batches gives the same update as one batch, including the balance loss."""
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
     trained = []
@@ -211,7 +213,7 @@ def test_the_trainer_accumulates_the_whole_loss(backbone: str, tmp_path: Path) -
             assert functional.cosine_similarity(weight - start[name], trained[1][name] - start[name], 1).min() > 0.9
 
 
-def test_albert_shares_one_layer() -> None:
+def test_albert_layers_share_mechanism_parameters() -> None:
     model = mixed_model("Albert", {"knocking": {}})
     assert [name for name, _ in model.named_parameters() if name.endswith("knocking.value.up.weight")] == [
         "albert.encoder.albert_layer_groups.0.albert_layers.0.attention.mixers.knocking.value.up.weight"
@@ -229,14 +231,16 @@ def test_albert_shares_one_layer() -> None:
         ("Bert", {"differential": {}}, {"attention_probs_dropout_prob": 0.1}, "mixers.differential"),
     ],
 )
-def test_refusals(backbone: str, mixers: dict[str, Any], changes: dict[str, Any], key: str) -> None:
+def test_unsupported_configs_are_refused(
+    backbone: str, mixers: dict[str, Any], changes: dict[str, Any], key: str
+) -> None:
     with pytest.raises(ValueError, match=key):
         mixed_config(backbone, mixers, **changes)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
 @torch.no_grad()
-def test_talking_with_any_number_of_heads(heads: int) -> None:
+def test_blockwise_talking_equals_eager_for_any_head_count(heads: int) -> None:
     """The paper's table 7 has up to as many heads as features, i.e. heads of size 1."""
     model = mixed_model("Bert", {"talking": {}}, backend="sdpa", num_attention_heads=heads)
     eager = mixed_model("Bert", {"talking": {}}, num_attention_heads=heads)
@@ -246,7 +250,7 @@ def test_talking_with_any_number_of_heads(heads: int) -> None:
 
 
 @torch.no_grad()
-def test_talking_heads_of_size_one() -> None:
+def test_talking_with_head_size_one_gives_finite_outputs() -> None:
     config = crosshead.CrossheadBertConfig(
         vocab_size=61, num_hidden_layers=1, num_attention_heads=768, intermediate_size=64, mixers={"talking": {}}
     )

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def calls() -> Iterator[list[int]]:
+def engine_attention_calls() -> Iterator[list[int]]:
     """Registers an attention function "vllm"; yields the layer index of each of its calls."""
     layer_indices: list[int] = []
 
@@ -75,27 +75,27 @@ def replace_norms(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_same_logits(case: str, calls: list[int]) -> None:
+def test_engine_attention_and_norms_give_the_same_logits(case: str, engine_attention_calls: list[int]) -> None:
     backbone, mixers = CASES[case]
     model, ids = mixed_model(backbone, mixers, "sdpa"), tokens(1, 9)
     expected = model(ids, use_cache=False).logits
     assert replace_norms(model) >= 5
     model.config._attn_implementation = "vllm"
     logits = model(ids, use_cache=False, attention_mask=None).logits
-    assert calls == [0, 1]
+    assert engine_attention_calls == [0, 1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mechanism", ("talking", "differential"))
 @pytest.mark.parametrize("engine", ("vllm", "sglang"))
-def test_mechanisms_that_no_engine_runs_are_refused(mechanism: str, engine: str) -> None:
+def test_talking_and_differential_are_refused_in_engines(mechanism: str, engine: str) -> None:
     model = mixed_model("Llama", {mechanism: {}}, "sdpa")
     model.config._attn_implementation = engine
     with pytest.raises(ValueError, match=f"attn_implementation='{engine}' .*'{mechanism}'"):
         model(tokens(1, 5), use_cache=False)
 
 
-def test_the_forward_has_the_pattern_that_engines_parse() -> None:
+def test_forward_source_has_attention_call_that_engines_parse() -> None:
     attention = mixed_model("Llama", {"knocking": {}}).model.layers[0].self_attn
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(attention).forward)))
     names = {
@@ -117,8 +117,8 @@ def test_the_forward_has_the_pattern_that_engines_parse() -> None:
     assert scaling == "self.scaling"
 
 
-def test_plans_of_tensor_parallelism() -> None:
-    """Attention is sharded in engines only, and only if every mechanism supports it."""
+def test_tensor_parallel_plan_shards_attention_only_in_engines() -> None:
+    """Attention is sharded only if every mechanism supports it."""
     for mixers, splits in (
         ({"knocking": {}, "mixture": {"active_heads": 2}}, True),
         ({"mixture": {"active_heads": 2, "router": "query_norm"}}, False),

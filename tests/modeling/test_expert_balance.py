@@ -20,26 +20,28 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def predicted(labels: torch.Tensor) -> int:
+def predicted_token_count(labels: torch.Tensor) -> int:
     """Return the number of predicted tokens."""
     return int(labels[:, 1:].ne(IGNORED).sum())
 
 
 def losses(model: Any, count: int) -> list[tuple[float, float, float]]:
     """Split the batch into `count` calls; return the loss, the experts' balance loss and the token share of each."""
-    items = torch.tensor(predicted(batch()["labels"]))
+    items = torch.tensor(predicted_token_count(batch()["labels"]))
     pieces = {name: values.chunk(count) for name, values in batch().items()}
     results = []
     for index in range(count):
         part = {name: values[index] for name, values in pieces.items()}
         output = model(**part, num_items_in_batch=items, use_cache=False)
-        results.append((output.loss.item(), output.aux_loss.item(), predicted(part["labels"]) / items.item()))
+        results.append(
+            (output.loss.item(), output.aux_loss.item(), predicted_token_count(part["labels"]) / items.item())
+        )
     return results
 
 
 @pytest.mark.parametrize(("case", "count"), grid(["knocking", "mixture"], [1, 2, 4], strength=1))
 @torch.no_grad()
-def test_each_call_counts_by_its_share(case: str, count: int) -> None:
+def test_aux_loss_of_each_call_is_weighted_by_token_share(case: str, count: int) -> None:
     model, without = (
         mixed_model("Qwen3Moe", CASES[case], output_router_logits=True, router_aux_loss_coef=weight)
         for weight in (WEIGHT, 0.0)
@@ -50,7 +52,7 @@ def test_each_call_counts_by_its_share(case: str, count: int) -> None:
 
 
 @torch.no_grad()
-def test_a_call_on_its_own_counts_whole_as_in_the_stock_model() -> None:
+def test_aux_loss_of_single_call_counts_in_full() -> None:
     model, without = (
         mixed_model("Qwen3Moe", {}, output_router_logits=True, router_aux_loss_coef=weight) for weight in (WEIGHT, 0.0)
     )
@@ -60,7 +62,7 @@ def test_a_call_on_its_own_counts_whole_as_in_the_stock_model() -> None:
 
 @pytest.mark.parametrize("window", ({}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}))
 @torch.no_grad()
-def test_generation_with_a_static_cache_passes_no_mask_of_padding(window: dict[str, Any]) -> None:
+def test_static_cache_generation_with_router_logits_equals_dynamic(window: dict[str, Any]) -> None:
     model = mixed_model("Qwen3Moe", CASES["mixture"], output_router_logits=True, **window)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     padding = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
@@ -72,7 +74,7 @@ def test_generation_with_a_static_cache_passes_no_mask_of_padding(window: dict[s
 
 
 @torch.no_grad()
-def test_a_mask_of_four_dimensions_counts_all_tokens() -> None:
+def test_aux_loss_with_4d_mask_counts_all_tokens() -> None:
     model = mixed_model("Qwen3Moe", CASES["mixture"], output_router_logits=True)
     mask = torch.ones(9, 9).tril().log().clamp_min(-1e30).expand(2, 1, 9, 9)
     assert model(tokens(), attention_mask=mask).aux_loss == pytest.approx(model(tokens()).aux_loss)

@@ -29,7 +29,7 @@ def routers(model: Any) -> list[BiasedRouter]:
     return [module for module in model.modules() if isinstance(module, BiasedRouter)]
 
 
-def biased(**changes: Any) -> Any:
+def biased_model(**changes: Any) -> Any:
     """Return a toy whose expert biases change the selected experts."""
     model = model_of(**changes)
     for index, router in enumerate(routers(model)):
@@ -37,7 +37,9 @@ def biased(**changes: Any) -> Any:
     return model
 
 
-def oracle(hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, normalised: bool) -> torch.Tensor:
+def moe_block_oracle(
+    hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, normalised: bool
+) -> torch.Tensor:
     """Return the output of one MoE block, token by token: biased probabilities select, unbiased ones weigh."""
     rows = []
     for token in hidden:
@@ -55,17 +57,17 @@ def oracle(hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, no
 
 @pytest.mark.parametrize("normalised", (True, False))
 @pytest.mark.parametrize("chosen", (1, 2, 3))
-def test_oracle(chosen: int, normalised: bool) -> None:
+def test_moe_block_with_bias_follows_the_oracle(chosen: int, normalised: bool) -> None:
     """Compares outputs and gradients; tolerances are those of float32, in which transformers computes the softmax."""
-    model = biased(num_experts_per_tok=chosen, norm_topk_prob=normalised).double()
+    model = biased_model(num_experts_per_tok=chosen, norm_topk_prob=normalised).double()
     model.set_experts_implementation("eager")
     block = model.model.layers[1].mlp
     hidden = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     direction = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     leaves = [hidden, *block.parameters()]
     result = block(hidden[None])[0]
-    truth = oracle(hidden, block, VALUES.roll(1).double(), chosen, normalised)
-    assert not torch.allclose(result, oracle(hidden, block, torch.zeros(4), chosen, normalised), rtol=1e-2)
+    truth = moe_block_oracle(hidden, block, VALUES.roll(1).double(), chosen, normalised)
+    assert not torch.allclose(result, moe_block_oracle(hidden, block, torch.zeros(4), chosen, normalised), rtol=1e-2)
     assert (result - truth).abs().max() < 1e-6 * truth.abs().max()
     both = [torch.autograd.grad((output * direction).sum(), leaves) for output in (result, truth)]
     for ours, expected in zip(*both, strict=True):
@@ -74,7 +76,7 @@ def test_oracle(chosen: int, normalised: bool) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("normalised", (True, False))
-def test_without_a_bias_it_is_the_stock_model(normalised: bool, dtype: torch.dtype) -> None:
+def test_zero_bias_equals_stock_model(normalised: bool, dtype: torch.dtype) -> None:
     changes = {"norm_topk_prob": normalised, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     models = [model.to(dtype) for model in (stock_model("Qwen3Moe", **changes), model_of(**changes))]
     ids = tokens()
@@ -88,7 +90,7 @@ def test_without_a_bias_it_is_the_stock_model(normalised: bool, dtype: torch.dty
         assert torch.equal(parameter.grad, stock_parameters[name].grad), name
 
 
-def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
+def test_disabled_bias_adds_no_tensor_or_config_key(tmp_path: Path) -> None:
     model = mixed_model("Qwen3Moe", KNOCKING)
     assert not routers(model) and not any(EXPERT_BIAS in name for name in model.state_dict())
     model.save_pretrained(tmp_path)
@@ -96,7 +98,7 @@ def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).expert_bias is False
 
 
-def test_layers_without_experts_have_none() -> None:
+def test_dense_layers_have_no_bias() -> None:
     model = mixed_model("Qwen3Moe", {}, expert_bias=True, mlp_only_layers=[0])
     assert {name for name in model.state_dict() if EXPERT_BIAS in name} == {f"model.layers.1.mlp.gate.{EXPERT_BIAS}"}
 
@@ -104,9 +106,9 @@ def test_layers_without_experts_have_none() -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
-def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The bias is saved and loaded in float32 for every model dtype, through an Auto class."""
-    biased().save_pretrained(tmp_path / "float32")
+def test_bias_is_saved_and_loaded_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Covers every model dtype; the model is loaded through an Auto class."""
+    biased_model().save_pretrained(tmp_path / "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
     model.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))["expert_bias"] is True
@@ -121,7 +123,7 @@ def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_from_a_stock_checkpoint_it_starts_at_zero(tmp_path: Path) -> None:
+def test_bias_from_stock_checkpoint_starts_at_zero(tmp_path: Path) -> None:
     stock = stock_model("Qwen3Moe")
     stock.save_pretrained(tmp_path)
     model, report = crosshead.CrossheadQwen3MoeForCausalLM.from_pretrained(
@@ -133,20 +135,20 @@ def test_from_a_stock_checkpoint_it_starts_at_zero(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_made_without_memory_and_in_another_dtype() -> None:
+def test_bias_stays_float32_after_meta_init_and_dtype_casts() -> None:
     config = mixed_config("Qwen3Moe", {}, expert_bias=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert {router.e_score_correction_bias.dtype for router in routers(model)} == {torch.float32}
     model = lopsided(model.to_empty(device="cpu"))
-    model.load_state_dict(biased().state_dict())
+    model.load_state_dict(biased_model().state_dict())
     moved = copy.deepcopy(model).half().bfloat16().float().double()
     for router, index in zip(routers(moved), (0, 1), strict=True):
         assert torch.equal(router.e_score_correction_bias, VALUES.roll(index))
 
 
-def test_offloaded(tmp_path: Path) -> None:
-    model = biased()
+def test_offloaded_model_gives_the_same_logits(tmp_path: Path) -> None:
+    model = biased_model()
     model.save_pretrained(tmp_path)
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -158,18 +160,18 @@ def test_offloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ("yes", 1, None))
-def test_what_is_no_switch_is_refused(wrong: Any) -> None:
+def test_non_boolean_expert_bias_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"expert_bias={wrong!r}"):
         mixed_config("Qwen3Moe", {}, expert_bias=wrong)
 
 
-def test_float32_where_tensors_are_made_in_another_dtype(monkeypatch):
+def test_bias_is_float32_under_deepspeed_zero_init(monkeypatch):
     """DeepSpeed's `zero.Init` creates tensors in its own dtype and ignores `dtype=`."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*size, **options).bfloat16())
-    assert {router.e_score_correction_bias.dtype for router in routers(biased())} == {torch.float32}
+    assert {router.e_score_correction_bias.dtype for router in routers(biased_model())} == {torch.float32}
     monkeypatch.undo()
-    rounded = biased()
+    rounded = biased_model()
     for router in routers(rounded):
         router._buffers["e_score_correction_bias"] = torch.full((4,), 0.5, dtype=torch.bfloat16)
     assert {router.e_score_correction_bias.dtype for router in routers(rounded.to(torch.bfloat16))} == {torch.float32}

@@ -37,14 +37,14 @@ def assert_agrees(case: Case) -> None:
 
 
 @pytest.mark.parametrize("seeds", first([range(10), range(10, 600)]))
-def test_random_shapes(seeds: range) -> None:
+def test_random_shapes_follow_the_oracle(seeds: range) -> None:
     for seed in seeds:
         assert_agrees(make(seed))
 
 
 @pytest.mark.parametrize("cases", first([60, 600]))
 @torch.no_grad()
-def test_single_precision_without_gradients(cases: int) -> None:
+def test_float32_without_gradients_equals_float64_reference(cases: int) -> None:
     """Without gradients, as in decoding: the plain function and the registered one (a CPU kernel) are checked."""
     for seed in range(cases):
         case = make(seed)
@@ -57,7 +57,7 @@ def test_single_precision_without_gradients(cases: int) -> None:
 
 @pytest.mark.parametrize("cases", first([100, 500]))
 @torch.no_grad()
-def test_half_precision_is_as_close_as_eager_attention(cases: int) -> None:
+def test_bfloat16_is_as_accurate_as_eager_attention(cases: int) -> None:
     """Compares mean errors over many shapes, since the error of a single case varies too much."""
     ours, eager = [], []
     for seed in range(cases):
@@ -71,7 +71,7 @@ def test_half_precision_is_as_close_as_eager_attention(cases: int) -> None:
 
 
 @torch.no_grad()
-def test_long_padding() -> None:
+def test_padded_keys_are_ignored() -> None:
     """Padding is hidden by boolean and by additive masks."""
     keys = torch.randn(2, 2, 50, 4)
     allowed = (torch.arange(50) > 40).expand(2, 1, 1, -1)
@@ -85,7 +85,7 @@ def test_long_padding() -> None:
         )
 
 
-class Largest(TorchDispatchMode):
+class AllocationRecorder(TorchDispatchMode):
     """Records the size of the largest new tensor (views excluded), and the batched matmuls."""
 
     numbers = 0
@@ -106,21 +106,21 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("normed", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @torch.no_grad()
-def test_a_gpu_reads_the_cache_as_it_is(dtype: torch.dtype, normed: bool) -> None:
+def test_gpu_decoding_does_not_copy_the_cache(dtype: torch.dtype, normed: bool) -> None:
     """If the wide head is too large for flash attention, two matmuls accumulate in float32, without a copy."""
     with FakeTensorMode():
         sizes = (2, 32, 1, 128), (2, 500, 4, 128), (8, 4), (2, 8, 500)
         query, states, scalars, scale = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
         maps: dict[str, Any] = {"key_map": scalars, "value_map": scalars, "key_scale": scale if normed else None}
         cache = states.transpose(1, 2)
-        with Largest() as largest:
+        with AllocationRecorder() as largest:
             output, _ = explicit_attention_forward(None, query, cache, cache, None, 0.1, implementation="sdpa", **maps)
     assert output.shape == (2, 1, 32, 128) and output.dtype == dtype
     assert largest.products == 2 * ["aten.bmm.dtype"]
     assert largest.numbers < states.numel()
 
 
-def test_outputs_laid_out_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_output_in_token_layout_follows_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some GPU kernels return outputs with the memory layout (B, T, H, d)."""
     attend = functional.scaled_dot_product_attention
 
@@ -133,12 +133,12 @@ def test_outputs_laid_out_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_components_are_not_copied() -> None:
-    """Components that are adjacent in the cache are not copied: contiguous or strided, in one group or two."""
+def test_adjacent_cached_components_are_not_copied() -> None:
+    """Covers contiguous and strided components, in one group or two."""
     for numbers, groups in ((0, 1), (3, 1), (0, 2), (3, 2)):
         heads = torch.randn(2, 400, 4 * 64 + numbers)[..., : 4 * 64].unflatten(-1, (4, 64)).transpose(1, 2)
         maps: dict[str, Any] = {side: torch.randn(6, 4 // groups) for side in ("key_map", "value_map")}
-        with Largest() as largest:
+        with AllocationRecorder() as largest:
             explicit_attention_forward(
                 None, torch.randn(2, 6, 1, 64), heads, heads, None, 1.0, implementation="sdpa", **maps
             )
@@ -149,7 +149,7 @@ def test_components_are_not_copied() -> None:
     ("on", "backbone", "groups"),
     grid((["key", "value"], ["key"], ["value"]), ("Llama", "Qwen3"), (1, 2), strength=2),
 )
-def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str, groups: int) -> None:
+def test_layer_with_cache_follows_the_oracle(on: list[str], backbone: str, groups: int) -> None:
     counts = {f"{side}_heads": groups * (1 + (side == "value")) for side in on}
     sizes = {"num_attention_heads": 4 * groups, "num_key_value_heads": 2 * groups}
     layer = Layer(backbone, {"explicit": {"on": on, "groups": groups, **counts}}, **sizes)
@@ -160,7 +160,7 @@ def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str, gro
 
 
 @pytest.fixture
-def folded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def uncombined_query_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of queries of each call that attends to components without combining them."""
     query_counts: list[int] = []
 
@@ -175,18 +175,20 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
 @pytest.mark.parametrize("mixers", (CASES["explicit"], {"explicit": {"groups": 2}}), ids=("components", "groups"))
 @torch.no_grad()
-def test_decoding_does_without_combining(mixers: dict[str, Any], backbone: str, folded: list[int]) -> None:
+def test_decoding_attends_without_combining_components(
+    mixers: dict[str, Any], backbone: str, uncombined_query_counts: list[int]
+) -> None:
     """Decoding one or a few tokens does not combine components; a prompt does."""
     model = mixed_model(backbone, mixers, backend="sdpa")
     ids, padding = tokens(2, 12), torch.tensor([[1] * 12, [0] * 4 + [1] * 8])
     expected = mixed_model(backbone, mixers)(ids, attention_mask=padding).logits
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
-        folded.clear()
+        uncombined_query_counts.clear()
         start = model(ids[:, :9], attention_mask=padding[:, :9], past_key_values=cache).logits
-        assert not folded
+        assert not uncombined_query_counts
         one = model(ids[:, 9:10], attention_mask=padding[:, :10], past_key_values=cache).logits
         two = model(ids[:, 10:], attention_mask=padding, past_key_values=cache).logits
-        assert folded == [1, 1, 2, 2]
+        assert uncombined_query_counts == [1, 1, 2, 2]
         logits = torch.cat([start, one, two], dim=1)
         assert (logits - expected)[padding.bool()].abs().max() < 1e-4
 
@@ -205,21 +207,21 @@ def assert_one_graph(name: str, batch: int) -> None:
 
 @pytest.mark.compile
 @torch.no_grad()
-def test_decoding_is_one_graph(folded: list[int]) -> None:
+def test_decoding_compiles_as_one_graph(uncombined_query_counts: list[int]) -> None:
     assert_one_graph("explicit", 2)
-    assert folded
+    assert uncombined_query_counts
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ("explicit", "mixture"))
 @torch.no_grad()
-def test_decoding_with_the_registered_functions_is_one_graph(name: str) -> None:
+def test_decoding_with_registered_attention_compiles_as_one_graph(name: str) -> None:
     assert_one_graph(name, 1)
 
 
 @pytest.mark.parametrize(("backend", "shortest"), (("sdpa", 3), ("eager", 2)))
 @torch.no_grad()
-def test_one_export_serves_many_lengths(backend: str, shortest: int) -> None:
+def test_exported_model_accepts_other_lengths(backend: str, shortest: int) -> None:
     model, lengths = mixed_model("Qwen3", CASES["explicit"], backend), torch.export.Dim("T", min=shortest, max=64)
     shapes = {"input_ids": {1: lengths}, "use_cache": None}
     exported = torch.export.export(

@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return torch.load(folder / "results")
 
 
-def expected(results: dict[Any, Any], case: str, parts: int) -> dict[str, Any]:
+def one_process_result(results: dict[Any, Any], case: str, parts: int) -> dict[str, Any]:
     """Return the results of one process: on the whole batch, or in parts if there is a balance loss (one per part)."""
     return results["plain", case, parts if "mixture" in CASES[case] else 1]
 
@@ -51,24 +51,24 @@ def assert_same(result: Any, reference: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("checkpointing", (False, True))
-def test_fully_sharded(results: dict[Any, Any], case: str, checkpointing: bool) -> None:
-    assert_same(results["sharded", case, checkpointing], expected(results, case, parts=2))
+def test_fsdp2_equals_one_process(results: dict[Any, Any], case: str, checkpointing: bool) -> None:
+    assert_same(results["sharded", case, checkpointing], one_process_result(results, case, parts=2))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("accumulation", (1, 2))
-def test_data_parallel(results: dict[Any, Any], case: str, accumulation: int) -> None:
+def test_data_parallel_trainer_equals_one_process(results: dict[Any, Any], case: str, accumulation: int) -> None:
     result = results["data parallel", case, accumulation]
-    reference = expected(results, case, parts=2 * accumulation)
+    reference = one_process_result(results, case, parts=2 * accumulation)
     assert result["wrapper"] == "DistributedDataParallel"
     assert result["loss"] == pytest.approx(reference["loss"].item(), rel=1e-4)
     assert_same(result["gradients"], reference["gradients"])
 
 
-def test_a_balance_loss_is_never_lost(results: dict[Any, Any]) -> None:
+def test_sharded_backbone_keeps_balance_loss_or_raises(results: dict[Any, Any]) -> None:
     """transformers records no router scores in a backbone that is itself sharded: an error, or the correct loss."""
     result = results["backbone"]
     if "error" in result:
         assert "head_router_scores" in result["error"]
     else:
-        assert_same(result, expected(results, "mixture", parts=2))
+        assert_same(result, one_process_result(results, "mixture", parts=2))

@@ -32,7 +32,7 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 @pytest.mark.oldest
 @for_each_mechanism_on_each_decoder
-def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> None:
+def test_generation_with_every_cache_equals_full_forward(case: str, backbone: str) -> None:
     model = mixed_model(backbone, mixers_of(case, backbone))
     ids = tokens()
     expected = greedy_without_cache(model, ids)
@@ -47,7 +47,7 @@ def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> No
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", first(["Qwen3", "Llama", "Qwen2", "Qwen3Moe"]))
 @for_compositions
-def test_beams_and_assistants(case: str, backbone: str) -> None:
+def test_beam_search_and_assisted_generation_equal_uncached(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     ids = tokens()
     cached = generate(model, ids, num_beams=3)
@@ -65,7 +65,7 @@ def test_beams_and_assistants(case: str, backbone: str) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", first(["Qwen3", "Qwen2", "Qwen3Moe"]))
 @for_compositions
-def test_sliding_windows(case: str, backbone: str) -> None:
+def test_sliding_window_generation_equals_full_forward(case: str, backbone: str) -> None:
     """With windows shorter than the text, cached decoding equals the full forward, and the window has an effect."""
     model = mixed_model(backbone, CASES[case], **WINDOW)
     ids = tokens(2, 9)
@@ -97,7 +97,7 @@ def filled_cache(backbone: str, mixers: dict[str, Any], cache: Any = None) -> An
 
 
 @pytest.mark.parametrize(("backbone", "norm"), grid(BACKBONES, (False, True), strength=1))
-def test_half_the_components_take_half_the_cache(backbone: str, norm: bool) -> None:
+def test_half_the_components_halve_the_cache_size(backbone: str, norm: bool) -> None:
     full = filled_cache(backbone, {})
     half = filled_cache(backbone, {"explicit": {"key_heads": 2, "value_heads": 2, "norm": norm}})
     length = full.get_seq_length()
@@ -106,7 +106,7 @@ def test_half_the_components_take_half_the_cache(backbone: str, norm: bool) -> N
     assert cache_bytes(half) == cache_bytes(full) // 2 + scale_bytes
 
 
-def test_uneven_components_take_their_share() -> None:
+def test_cache_size_follows_component_counts_of_each_layer() -> None:
     full = cache_bytes(filled_cache("Llama", {}))
     mixers = {"explicit": {"key_heads": [1, 3], "value_heads": [2, 2], "norm": False}}
     assert cache_bytes(filled_cache("Llama", mixers)) == full * (1 + 3 + 2 + 2) // 16
@@ -114,7 +114,7 @@ def test_uneven_components_take_their_share() -> None:
     assert cache_bytes(filled_cache("Llama", one_layer)) == full * 3 // 4
 
 
-def test_static_cache_takes_components_only() -> None:
+def test_static_cache_holds_components_only() -> None:
     model = mixed_model("Llama", {"explicit": {"key_heads": 2, "value_heads": 2}}, num_key_value_heads=4)
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_static_cache_takes_components_only() -> None:
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
-def test_groups_leave_the_cache_as_it_is_and_decode_what_the_full_forward_does(backbone: str) -> None:
+def test_explicit_groups_keep_cache_size_and_generated_tokens(backbone: str) -> None:
     counts = {"key_heads": 2, "value_heads": 4, "norm": False}
     caches = [filled_cache(backbone, {"explicit": {"groups": groups, **counts}}) for groups in (1, 2)]
     assert cache_bytes(caches[0]) == cache_bytes(caches[1])
@@ -135,7 +135,7 @@ def test_groups_leave_the_cache_as_it_is_and_decode_what_the_full_forward_does(b
 
 @pytest.mark.parametrize("mixers", ({"explicit": {}}, {"explicit": {"on": ["key"]}}, {"explicit": {}, "talking": {}}))
 @torch.no_grad()
-def test_heads_liewide_cache_where_they_are_read_so(mixers: dict[str, Any]) -> None:
+def test_wide_cache_is_used_only_when_attention_reads_wide_heads(mixers: dict[str, Any]) -> None:
     """Heads are cached as one wide head if attention reads them so; a given past (e.g. a prefix) keeps its form."""
     model, ids = mixed_model("Llama", mixers, backend="sdpa"), tokens()
     expected, separate = model(ids, use_cache=False).logits[:, -3:], DynamicCache(config=model.config)
@@ -158,7 +158,7 @@ def test_heads_liewide_cache_where_they_are_read_so(mixers: dict[str, Any]) -> N
         assert {layer.keys.shape[1] for layer in cache.layers} == forms
 
 
-def test_other_mechanisms_leave_the_cache_as_it_is() -> None:
+def test_mechanisms_other_than_explicit_keep_cache_size() -> None:
     full = cache_bytes(filled_cache("Qwen3", {}))
     for mixers in ({"knocking": {}}, {"mixture": {"active_heads": 3}}, {"talking": {}}, {"differential": {}}):
         assert cache_bytes(filled_cache("Qwen3", mixers)) == full
@@ -166,7 +166,7 @@ def test_other_mechanisms_leave_the_cache_as_it_is() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_cropped_and_reordered_caches(case: str) -> None:
+def test_cropped_and_reordered_cache_equals_full_forward(case: str) -> None:
     model = mixed_model("Qwen3", CASES[case])
     ids = tokens(2, 9)
     cache = DynamicCache(config=model.config)
@@ -179,7 +179,7 @@ def test_cropped_and_reordered_caches(case: str) -> None:
 
 @for_each_case_and_backbone
 @torch.no_grad()
-def test_the_keys_of_the_past_make_room_for_values(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_update_frees_old_keys_before_values(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old keys are freed when the cache replaces them, so that the new values can reuse their memory."""
     model, freed = mixed_model(backbone, CASES[case]), []
     cache = model(tokens()).past_key_values

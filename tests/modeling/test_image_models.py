@@ -31,7 +31,7 @@ def image_model(backbone: str, mixers: dict[str, Any], backend: str = "eager") -
     return lopsided(getattr(crosshead, f"Crosshead{backbone}ForImageClassification")(config)).eval()
 
 
-def oracle_names(attention: torch.nn.Module) -> dict[str, torch.Tensor]:
+def oracle_parameters(attention: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of a layer by their names in the newest transformers release."""
     names = {"attention.": "", "query.": "q_proj.", "key.": "k_proj.", "value.": "v_proj.", "output.dense.": "o_proj."}
     parameters = {}
@@ -52,7 +52,7 @@ def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
     mixers, _ = oracle_view(config, 1)
     shape = LayerShape(4, 4, 8, 1, config.layer_norm_eps, has_qk_norm=False)
     allowed = torch.ones(2, 7, 7, dtype=torch.bool)
-    expected, _ = oracles.attention_layer(inputs, oracle_names(attention), shape, mixers, None, None, allowed)
+    expected, _ = oracles.attention_layer(inputs, oracle_parameters(attention), shape, mixers, None, None, allowed)
     assert expected.abs().max() > 0.1
     named = {"inputs": inputs, **dict(attention.named_parameters())}
     truth = gradients(expected, named)
@@ -89,7 +89,7 @@ def test_neutral_start_is_the_stock_model(backbone: str, mechanism: str, tmp_pat
 @pytest.mark.oldest
 @for_each_case
 @torch.no_grad()
-def test_saved_models_load_here_and_by_remote_code(
+def test_saved_model_loads_by_auto_class_and_remote_code(
     backbone: str, case: str, warm_process: Any, tmp_path: Path
 ) -> None:
     model, environment = image_model(backbone, CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}

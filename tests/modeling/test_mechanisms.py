@@ -20,13 +20,13 @@ from toys import lopsided, mixed_model, tokens
 LAYOUT = HeadLayout(hidden_size=12, query_heads=4, key_value_heads=2, head_dim=6)
 
 
-def build(name: str, options: dict[str, Any], layout: HeadLayout = LAYOUT) -> Any:
+def build_mechanism(name: str, options: dict[str, Any], layout: HeadLayout = LAYOUT) -> Any:
     """Return a mechanism module by itself, in float64."""
     settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
     return lopsided(MECHANISMS[name](shared_layout(settings, layout), settings[name])).double()
 
 
-def states(queries: int = 3, keys: int = 5) -> AttentionState:
+def random_state(queries: int = 3, keys: int = 5) -> AttentionState:
     """Return a random attention state with queries from one sequence, keys and values from another."""
     generator = torch.Generator().manual_seed(0)
 
@@ -42,9 +42,9 @@ def states(queries: int = 3, keys: int = 5) -> AttentionState:
     )
 
 
-def test_talking_between_two_sequences_without_a_mask() -> None:
-    talking = build("talking", {"dynamic": ["query_logits", "key_weights"], "softmax_heads": 3})
-    state = states()
+def test_talking_cross_attention_without_mask_follows_the_oracle() -> None:
+    talking = build_mechanism("talking", {"dynamic": ["query_logits", "key_weights"], "softmax_heads": 3})
+    state = random_state()
     talking.before_rope(state)
     attend = ALL_ATTENTION_FUNCTIONS[talking.attention_function(state, "eager", masked=False)]
     qkv = state.query, state.key, state.value
@@ -76,23 +76,23 @@ def test_talking_between_two_sequences_without_a_mask() -> None:
                 assert (weights[b, head, t] - torch.stack([mixed[s][head] for s in range(5)])).abs().max() < 1e-12
 
 
-def test_explicit_and_knocking_know_no_sequence_length() -> None:
-    state = states()
-    explicit = build("explicit", {"norm": False})
+def test_explicit_and_knocking_apply_to_cross_attention() -> None:
+    state = random_state()
+    explicit = build_mechanism("explicit", {"norm": False})
     raw = state.key
     explicit.before_rope(state)
     explicit.after_cache(state)
     weight = explicit.key.weight
     assert torch.allclose(state.key[:, 1], weight[1, 0] * raw[:, 0] + weight[1, 1] * raw[:, 1])
-    knocking = build("knocking", {"on": ["query"], "form": "linear"})
+    knocking = build_mechanism("knocking", {"on": ["query"], "form": "linear"})
     query = state.query
     knocking.before_rope(state)
     assert torch.allclose(state.query, query @ knocking.query.weight.T)
 
 
 def test_mixture_routes_queries_only() -> None:
-    mixture = build("mixture", {"active_heads": 3, "shared_heads": 1})
-    state = states()
+    mixture = build_mechanism("mixture", {"active_heads": 3, "shared_heads": 1})
+    state = random_state()
     mixture.before_rope(state)
     assert state.gates is not None and state.gates.shape == (2, 3, 4)
     output = torch.ones(2, 3, 4, 6, dtype=torch.float64)
@@ -100,28 +100,30 @@ def test_mixture_routes_queries_only() -> None:
     assert (state.gates == 0).sum() == 2 * 3
 
 
-def test_gates_are_one_on_average_in_unit_scale() -> None:
-    gates, _ = build("mixture", {"active_heads": 3, "shared_heads": 1})(states().hidden_states, states().query)
+def test_unit_gate_scale_gives_mean_gate_of_one() -> None:
+    gates, _ = build_mechanism("mixture", {"active_heads": 3, "shared_heads": 1})(
+        random_state().hidden_states, random_state().query
+    )
     assert torch.allclose(gates.sum(-1).mean(), gates.new_tensor(3.0), atol=0.8)
-    even = build("mixture", {"active_heads": 4, "shared_heads": 2})
+    even = build_mechanism("mixture", {"active_heads": 4, "shared_heads": 2})
     with torch.no_grad():
         for parameter in even.parameters():
             parameter.zero_()
-    gates, _ = even(states().hidden_states, states().query)
+    gates, _ = even(random_state().hidden_states, random_state().query)
     assert torch.allclose(gates, torch.ones_like(gates))
 
 
-def test_equal_query_norms_route_without_nan() -> None:
-    mixture = build("mixture", {"active_heads": 2, "shared_heads": 1, "router": "query_norm"})
+def test_query_norm_router_is_finite_for_equal_norms() -> None:
+    mixture = build_mechanism("mixture", {"active_heads": 2, "shared_heads": 1, "router": "query_norm"})
     query = torch.zeros(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
-    gates, probabilities = mixture(states().hidden_states[:1, :2], query)
+    gates, probabilities = mixture(random_state().hidden_states[:1, :2], query)
     (gates.sum() + probabilities.pow(2).sum()).backward()
     assert gates.isfinite().all() and query.grad is not None and query.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("heads", ((4, 4), (8, 4), (4, 2)))
 @torch.no_grad()
-def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
+def test_differential_equals_diffllama(heads: tuple[int, int]) -> None:
     """DiffLlama pairs head i with head i + H/2, crosshead pairs adjacent heads; otherwise both are the same."""
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     ours = mixed_model("Llama", {"differential": {}}, hidden_size=32, **sizes)
@@ -147,7 +149,7 @@ def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
 FIRST_VERSION = {"version": 1, "norm": True, "half_values": False}
 
 
-def test_lambda_starts_as_the_paper_says() -> None:
+def test_lambda_init_follows_paper_formula() -> None:
     """The paper's formula counts layers from 1, `layer_index` from 0."""
     for index in (0, 3):
         layout = shared_layout({"differential": FIRST_VERSION}, replace(LAYOUT, layer_index=index))
@@ -156,14 +158,14 @@ def test_lambda_starts_as_the_paper_says() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), ((4, 4), (6, 4), (4, 6), (3, 1), (1, 3), (5, 2)))
-def test_head_maps_go_up_and_down(rows: int, columns: int) -> None:
+def test_head_map_init_round_trip_is_identity(rows: int, columns: int) -> None:
     forth, back = (head_map_init(torch.empty(*shape)) for shape in ((rows, columns), (columns, rows)))
     few = min(rows, columns)
     round_trip = back @ forth if columns == few else forth @ back
     assert torch.allclose(round_trip, torch.eye(few, dtype=torch.float64))
 
 
-def test_norms_and_masks_keep_float64_and_survive_half() -> None:
+def test_norms_keep_float64_and_masks_stay_finite_in_float16() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     assert rms_normalised(x, 1e-6).dtype == torch.float64
     assert HeadRMSNorm(3, 1e-6).double()(x).dtype == torch.float64

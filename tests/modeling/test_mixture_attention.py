@@ -42,7 +42,9 @@ def sparse_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("case", "heads", "padding"), grid(MIXTURES, ((4, 2), (4, 1), (4, 4)), ((0, 0), (0, 2), None), strength=1)
 )
-def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, sparse_calls: list[int]) -> None:
+def test_layer_follows_the_oracle(
+    case: str, heads: tuple[int, int], padding: tuple[int, int] | None, sparse_calls: list[int]
+) -> None:
     """Compares with the oracle, with a mask and without."""
     if "version 2" in case and heads[1] == 4:
         pytest.skip("two query heads read each key/value head")
@@ -53,7 +55,9 @@ def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | Non
 
 
 @pytest.mark.parametrize(("kind", "changes"), grid(INPUTS, ({}, WINDOW), strength=1))
-def test_model(kind: str, changes: dict[str, Any], sparse_calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_model_equals_dense_path(
+    kind: str, changes: dict[str, Any], sparse_calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compares a whole model with transformers' masks on the sparse and on the dense path."""
     model = mixed_model("Qwen3", SKIPPING, "sdpa", **changes).double()
     sparse = logits_and_gradients(model, kind)
@@ -65,10 +69,10 @@ def test_model(kind: str, changes: dict[str, Any], sparse_calls: list[int], monk
 
 
 @pytest.mark.parametrize(("head", "kind"), grid(range(3), INPUTS, strength=1))
-def test_a_router_that_chooses_one_head_for_all(
+def test_sparse_equals_dense_when_router_selects_one_head(
     head: int, kind: str, sparse_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other routed heads get no tokens; outputs and all gradients are the same on the sparse and dense path."""
+    """The other routed heads get no tokens. Compares outputs and all gradients."""
 
     scores = RouterMap.forward
 
@@ -92,7 +96,7 @@ def test_a_router_that_chooses_one_head_for_all(
     assert sparse_calls == [12, 12]
 
 
-def test_a_prompt_in_parts(sparse_calls: list[int]) -> None:
+def test_chunked_prefill_gives_the_same_logits(sparse_calls: list[int]) -> None:
     model, ids = mixed_model("Llama", SKIPPING, "sdpa"), tokens(2, 12)
     logits = logits_in_parts(model, ids, (5, 6, 1))
     torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-5)
@@ -100,7 +104,7 @@ def test_a_prompt_in_parts(sparse_calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_a_long_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_uses_sparse_path_in_float32_only(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the shipped thresholds."""
     model = mixed_model("Llama", SKIPPING, "sdpa", max_position_embeddings=4096).to(dtype)
     ids = tokens(1, 2100)
@@ -115,7 +119,7 @@ def test_a_long_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.usefixtures("sparse_calls")
-def test_a_compiled_step_keeps_one_graph(sparse_calls: list[int]) -> None:
+def test_compiled_step_is_one_graph_without_sparse_path(sparse_calls: list[int]) -> None:
     model = mixed_model("Llama", SKIPPING, "sdpa").train()
     ids = tokens()
     torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids, use_cache=False).loss.backward()

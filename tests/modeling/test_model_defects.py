@@ -24,7 +24,7 @@ MODELING = Path(crosshead.__file__).parents[1] / "modeling"
 FEWER = {"explicit": {"key_heads": 2, "value_heads": 2, "norm": False}}
 
 
-def decoded(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+def decoded_logits(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """Return the logits of a prompt and of the tokens after it, decoded one by one."""
     cache = DynamicCache(config=model.config)
     parts = [model(ids[:, :prompt], past_key_values=cache).logits]
@@ -32,7 +32,7 @@ def decoded(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def attention_errors(backbone: str, implementation: str, decode: bool = True) -> torch.Tensor:
+def attention_error(backbone: str, implementation: str, decode: bool = True) -> torch.Tensor:
     """Return the relative error of one layer's bfloat16 outputs against float64, of decoded or of all tokens."""
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     model: Any = mixed_model(backbone, FEWER, implementation, num_hidden_layers=1, **sizes)
@@ -42,20 +42,20 @@ def attention_errors(backbone: str, implementation: str, decode: bool = True) ->
     for dtype in (torch.float64, torch.bfloat16):
         outputs.clear()
         rounded = model.bfloat16() if dtype == torch.float64 else model  # the same weights in both
-        decoded(rounded.to(dtype), tokens(2, 40), 20 if decode else 40)
+        decoded_logits(rounded.to(dtype), tokens(2, 40), 20 if decode else 40)
         outputs_by_dtype.append(torch.cat(outputs[1:] if decode else outputs, dim=1))
     return (outputs_by_dtype[1] - outputs_by_dtype[0]).norm() / outputs_by_dtype[0].norm()
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
 @torch.no_grad()
-def test_half_precision_decoding_is_as_exact_as_combining_first(backbone: str) -> None:
+def test_bfloat16_explicit_decoding_is_as_accurate_as_eager(backbone: str) -> None:
     """Defect: `1 / rms` was cached in the dtype of the keys, and logits were rounded before the softmax."""
-    assert attention_errors(backbone, "sdpa") < 1.1 * attention_errors(backbone, "eager")
+    assert attention_error(backbone, "sdpa") < 1.1 * attention_error(backbone, "eager")
 
 
 @torch.no_grad()
-def test_cached_scales_are_as_exact_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_key_scales_are_as_accurate_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: scales were cached as one half-precision number, now as a sum of two; outputs had 5% more error here."""
     exact: dict[Any, torch.Tensor] = {}
     store = Explicit.before_rope
@@ -67,13 +67,13 @@ def test_cached_scales_are_as_exact_as_float32(monkeypatch: pytest.MonkeyPatch) 
         assert error.abs().max() < 2**-15
 
     monkeypatch.setattr(Explicit, "before_rope", keep)
-    errors = attention_errors("Qwen3", "eager", decode=False)
+    errors = attention_error("Qwen3", "eager", decode=False)
     monkeypatch.setattr(Explicit, "_key_scale", lambda mechanism, state: exact[mechanism])
-    assert errors < 1.01 * attention_errors("Qwen3", "eager", decode=False)
+    assert errors < 1.01 * attention_error("Qwen3", "eager", decode=False)
 
 
 @torch.no_grad()
-def test_weights_that_change_in_place_count_at_once() -> None:
+def test_in_place_weight_changes_take_effect() -> None:
     """Defect: weights folded for evaluation were not updated."""
     model = mixed_model("Llama", {"knocking": {"form": "linear"}}, "sdpa").eval()
     before = model(tokens()).logits
@@ -87,7 +87,7 @@ def test_weights_that_change_in_place_count_at_once() -> None:
 
 
 @pytest.fixture
-def own_sdpa() -> Iterator[list[int]]:
+def registered_sdpa_calls() -> Iterator[list[int]]:
     """Replaces "sdpa" by a user's function; yields the number of queries of each of its calls."""
     query_counts: list[int] = []
 
@@ -101,12 +101,12 @@ def own_sdpa() -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def test_a_registered_function_is_called(own_sdpa: list[int]) -> None:
+def test_registered_sdpa_function_is_called_or_refused(registered_sdpa_calls: list[int]) -> None:
     """Defect: talking and explicit decoding ignored a registered function (e.g. of context parallelism)."""
     for case in ("explicit", "mixture", "knocking", "gating", "differential"):
-        own_sdpa.clear()
-        decoded(mixed_model("Llama", CASES[case], "sdpa"), tokens(1, 6), 5)
-        assert set(own_sdpa) == {5, 1}
+        registered_sdpa_calls.clear()
+        decoded_logits(mixed_model("Llama", CASES[case], "sdpa"), tokens(1, 6), 5)
+        assert set(registered_sdpa_calls) == {5, 1}
     with pytest.raises(ValueError, match="'sdpa', 'eager' or 'crosshead_talking'"):
         mixed_model("Llama", CASES["talking"], "sdpa")(tokens())
 
@@ -138,15 +138,15 @@ def release_after_each_call(model: nn.Module) -> None:
 @pytest.mark.parametrize("implementation", ("sdpa", "eager"))
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_weights_may_be_released_after_a_call(case: str, implementation: str) -> None:
+def test_decoding_works_when_weights_are_released_after_each_call(case: str, implementation: str) -> None:
     """Defect: modules returned their raw parameters, which ZeRO-3 releases after the call."""
     model = mixed_model("Llama", CASES[case], implementation)
-    expected = decoded(model, tokens(2, 8), 6)
+    expected = decoded_logits(model, tokens(2, 8), 6)
     release_after_each_call(model)
-    torch.testing.assert_close(decoded(model, tokens(2, 8), 6), expected)
+    torch.testing.assert_close(decoded_logits(model, tokens(2, 8), 6), expected)
 
 
-def test_no_private_operator_is_needed() -> None:
+def test_private_torch_operators_are_used_only_in_kernels() -> None:
     """Defect: private operators were resolved at import. Only `kernels` may use them, with a fallback."""
     private = re.compile(r"torch\.ops\.aten\._|torch\._[a-z]|torch\.functional\._")
     files = [path for path in MODELING.rglob("*.py") if "kernels" not in path.parts]
@@ -155,7 +155,7 @@ def test_no_private_operator_is_needed() -> None:
 
 
 @pytest.mark.parametrize(("start", "limit"), (("identity", 0.003), ("random", 0.005)))
-def test_gradients_of_knocking_in_bfloat16(start: str, limit: float) -> None:
+def test_bfloat16_gradients_of_knocking_are_accurate(start: str, limit: float) -> None:
     """Defect: gradients of the fused MLP were summed over blocks in bfloat16: 0.83% error with identity, now 0.2%."""
     torch.manual_seed(0)
     layout = HeadLayout(64, 8, 8, 64, value_dim=64, output_heads=8, key_components=8, value_components=8)
@@ -174,7 +174,7 @@ def test_gradients_of_knocking_in_bfloat16(start: str, limit: float) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in MECHANISM_CASES if case != "talking"])
-def test_gradients_of_gradients(case: str) -> None:
+def test_second_derivatives_are_computed(case: str) -> None:
     """Defect: second derivatives failed for the MLP of knocking and for norms."""
     model = mixed_model("Llama", MECHANISM_CASES[case], "eager").double()
     loss = model(tokens(), labels=tokens()).loss
@@ -184,13 +184,13 @@ def test_gradients_of_gradients(case: str) -> None:
     assert any(grad is not None and grad.abs().max() > 0 for grad in again)
 
 
-def test_no_hook_is_kept_in_optimisers() -> None:
+def test_no_global_optimizer_hooks_are_registered() -> None:
     optimizer = import_module("torch.optim.optimizer")
     assert not optimizer._global_optimizer_post_hooks
     assert not optimizer._global_optimizer_pre_hooks
 
 
-def test_a_truncated_model_says_what_is_wrong() -> None:
+def test_truncated_model_error_names_layer_counts() -> None:
     """Defect: the error came from `zip` and did not name the layer counts."""
     model = mixed_model("Llama", CASES["mixture"])
     model.model.layers = model.model.layers[:1]
@@ -200,7 +200,7 @@ def test_a_truncated_model_says_what_is_wrong() -> None:
     assert model(tokens(), labels=tokens()).balance_loss.isfinite()
 
 
-def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_config_field_with_access_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Defect: fields with a token were dropped without a warning."""
     from transformers.utils import logging
 
@@ -217,7 +217,7 @@ def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("half_values", [False, True])
 @torch.no_grad()
-def test_a_past_with_other_sizes(half_values: bool) -> None:
+def test_past_of_another_model_is_refused(half_values: bool) -> None:
     """A stock model's cache has other key sizes than `explicit`, and other value sizes than `half_values`."""
     mixers = {"differential": {"half_values": True, "norm": False}} if half_values else {"explicit": {"key_heads": 1}}
     stock, model = mixed_model("Llama", {}), mixed_model("Llama", mixers)

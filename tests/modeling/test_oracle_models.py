@@ -15,7 +15,7 @@ from toys import CASES, mixed_model, tokens
 
 
 @pytest.mark.parametrize("case", first((n for n, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers), 8))
-def test_balance_loss(case: str) -> None:
+def test_balance_loss_follows_the_oracle(case: str) -> None:
     """Compares the balance loss over real tokens and its gradients for all attention parameters."""
     layers = [Layer(backbone, (CASES | OPTION_CASES)[case]) for backbone in ("Llama", "Qwen3")]
     scores: list[torch.Tensor] = []
@@ -60,7 +60,7 @@ class OracleAttention(torch.nn.Module):
 
 
 @for_each_case_and_backbone
-def test_whole_model(case: str, backbone: str) -> None:
+def test_whole_model_follows_the_oracle(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case]).double()
     model.set_experts_implementation("eager")  # the default does not support float64
     ids = tokens(2, 6)

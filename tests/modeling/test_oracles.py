@@ -20,12 +20,12 @@ def test_every_mechanism_has_an_oracle() -> None:
 
 
 @for_each_mechanism_on_each_backbone
-def test_layer(case: str, backbone: str) -> None:
+def test_layer_follows_the_oracle(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, CASES[case]))
 
 
 @pytest.mark.parametrize(("case", "backbone"), grid(OPTION_CASES, ("Llama", "Qwen3"), strength=1))
-def test_layer_options(case: str, backbone: str) -> None:
+def test_layer_with_options_follows_the_oracle(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, OPTION_CASES[case]))
 
 
@@ -58,8 +58,8 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", first(PAIRS, len(PAIRS) // 2), ids="-".join)
-def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
-    """Two mechanisms in either order agree with the oracle, or the config refuses them."""
+def test_mechanism_pair_follows_the_oracle_or_is_refused(pair: tuple[str, str]) -> None:
+    """Covers both orders of each pair; the config refuses the pairs in REFUSED."""
     mixers = {name.split()[0]: PAIRABLE[name] for name in pair}
     if pair in REFUSED:
         with pytest.raises(ValueError, match="mixers"):
@@ -69,7 +69,7 @@ def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("mechanism", "heads"), grid(MECHANISM_CASES, ((4, 4), (4, 1), (6, 2), (8, 4)), strength=1))
-def test_layer_head_counts(mechanism: str, heads: tuple[int, int]) -> None:
+def test_layer_with_other_head_counts_follows_the_oracle(mechanism: str, heads: tuple[int, int]) -> None:
     mixers = {"explicit": {"explicit": {}}}.get(mechanism, MECHANISM_CASES[mechanism])
     if mechanism == "differential" and heads[1] == 1:
         pytest.skip("differential pairs key/value heads")
@@ -77,7 +77,7 @@ def test_layer_head_counts(mechanism: str, heads: tuple[int, int]) -> None:
 
 
 @for_each_case_and_backbone
-def test_layer_with_a_cache(case: str, backbone: str) -> None:
+def test_layer_with_cache_follows_the_oracle(case: str, backbone: str) -> None:
     layer = Layer(backbone, CASES[case])
     cache = DynamicCache()
     parts = ((0, 4), (4, 6), (6, 7))
@@ -85,7 +85,7 @@ def test_layer_with_a_cache(case: str, backbone: str) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name, mixers in CASES.items() if "mixture" in mixers])
-def test_routing(case: str) -> None:
+def test_router_gates_and_probabilities_follow_the_oracle(case: str) -> None:
     layer = Layer("Llama", CASES[case])
     outputs: list[Any] = []
     layer.attention.mixers["mixture"].register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -97,7 +97,7 @@ def test_routing(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_weights(case: str) -> None:
+def test_attention_weights_follow_the_oracle(case: str) -> None:
     layer = Layer("Llama", CASES[case])
     _, weights = layer.attention(
         layer.inputs, position_embeddings=(layer.cos, layer.sin), attention_mask=additive(layer.allowed)

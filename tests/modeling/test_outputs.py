@@ -16,7 +16,7 @@ from toys import BACKBONES, CASES, mixed_model, stock_model, tokens
 
 @for_each_case_and_backbone
 @torch.no_grad()
-def test_fields_and_tuples(case: str, backbone: str) -> None:
+def test_output_fields_and_tuples_have_stock_order(case: str, backbone: str) -> None:
     model, stock = mixed_model(backbone, CASES[case]), stock_model(backbone)
     extra = ["balance_loss"] if "mixture" in CASES[case] else []
     for options in ({}, {"labels": tokens()}, {"labels": tokens(), "output_hidden_states": True}):
@@ -31,7 +31,7 @@ def test_fields_and_tuples(case: str, backbone: str) -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if "mixture" in name])
 @torch.no_grad()
-def test_router_scores_come_when_asked_for(case: str) -> None:
+def test_router_scores_are_returned_only_on_request(case: str) -> None:
     model = mixed_model("Llama", CASES[case])
     assert model(tokens(), labels=tokens()).head_router_scores is None
     out = model(tokens(), output_head_router_scores=True)
@@ -46,7 +46,7 @@ def test_router_scores_come_when_asked_for(case: str) -> None:
 
 
 @torch.no_grad()
-def test_the_balance_loss_knows_which_tokens_are_padding() -> None:
+def test_balance_loss_accepts_mask_with_past_and_refuses_longer_mask() -> None:
     model = mixed_model("Llama", CASES["mixture"])
     ids, mask = tokens(), torch.ones(2, 9, dtype=torch.long)
     whole = model(ids, attention_mask=mask, labels=ids)
@@ -83,14 +83,14 @@ def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path
     assert predictions_seen[0].shape == (4, 9, 61)
 
 
-def test_a_stock_configuration_is_refused_by_name() -> None:
+def test_stock_config_is_refused() -> None:
     for model_class in crosshead.FAMILIES[crosshead.CrossheadLlamaConfig]:
         with pytest.raises(TypeError, match=f"{model_class.__name__}.*LlamaConfig"):
             model_class(LlamaConfig())
 
 
 @pytest.mark.parametrize("case", ("explicit", "talking"))
-def test_a_past_of_another_form_is_refused(case: str) -> None:
+def test_past_with_other_head_count_is_refused(case: str) -> None:
     past = stock_model("Llama")(tokens()).past_key_values
     with pytest.raises(ValueError, match=r"\b0\b.*\b2\b.*\b8\b.*\b1\b"):
         mixed_model("Llama", CASES[case])(tokens(), past_key_values=past)
@@ -98,7 +98,7 @@ def test_a_past_of_another_form_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", ("knocking", "mixture"))
 @pytest.mark.parametrize("reentrant", (True, False))
-def test_checkpointing_of_either_kind_keeps_every_gradient(reentrant: bool, case: str) -> None:
+def test_gradient_checkpointing_of_either_kind_keeps_gradients(reentrant: bool, case: str) -> None:
     """Reentrant checkpointing would lose the balance loss, so mixture uses non-reentrant checkpointing instead."""
     mixers = {
         name: options | ({"balance_weight": 8.0} if name == "mixture" else {}) for name, options in CASES[case].items()
@@ -115,7 +115,7 @@ def test_checkpointing_of_either_kind_keeps_every_gradient(reentrant: bool, case
         torch.testing.assert_close(checkpointed, plain)
 
 
-def test_a_configuration_that_no_longer_fits_prints_but_does_not_save(tmp_path: Path) -> None:
+def test_invalid_config_can_be_printed_but_not_saved(tmp_path: Path) -> None:
     config = crosshead.CrossheadLlamaConfig(mixers={"knocking": {}})
     config.mixers = {"knoking": {}}
     assert "knoking" in repr(config)

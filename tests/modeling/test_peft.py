@@ -13,22 +13,22 @@ from toys import CASES, mixed_model, tokens
 for_every_case = pytest.mark.parametrize("case", CASES)
 
 
-def lora(case: str, everywhere: bool = False) -> LoraConfig:
+def lora_config(case: str, everywhere: bool = False) -> LoraConfig:
     """Return a LoRA config: on q and v projections with fully trained mechanisms, or on all linear layers."""
     if everywhere:
         return LoraConfig(r=2, target_modules="all-linear")
     return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
 
 
-def adapted(case: str, everywhere: bool = False) -> Any:
+def new_adapter(case: str, everywhere: bool = False) -> Any:
     """Return a toy model with a new adapter."""
     torch.manual_seed(0)
-    return get_peft_model(mixed_model("Llama", CASES[case]), lora(case, everywhere))
+    return get_peft_model(mixed_model("Llama", CASES[case]), lora_config(case, everywhere))
 
 
-def trained(case: str, everywhere: bool = False) -> Any:
+def trained_adapter(case: str, everywhere: bool = False) -> Any:
     """Return an adapter after three large training steps; assert that every trainable parameter has changed."""
-    model = adapted(case, everywhere).train()
+    model = new_adapter(case, everywhere).train()
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(trainable.values(), lr=0.02)
@@ -54,9 +54,9 @@ def original_name(name: str) -> str:
 
 
 @for_every_case
-def test_a_fresh_adapter_changes_no_loss_and_no_gradient(case: str) -> None:
+def test_new_adapter_keeps_loss_and_mechanism_gradients(case: str) -> None:
     # In float64: without an adapter, a linear map is multiplied into its projection, which rounds differently.
-    plain, model = mixed_model("Llama", CASES[case]).double().train(), adapted(case).double().train()
+    plain, model = mixed_model("Llama", CASES[case]).double().train(), new_adapter(case).double().train()
     expected = plain(tokens(), labels=tokens()).loss
     expected.backward()
     loss = model(tokens(), labels=tokens()).loss
@@ -70,8 +70,8 @@ def test_a_fresh_adapter_changes_no_loss_and_no_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "everywhere"), grid(CASES, (False, True), strength=1))
-def test_a_trained_adapter_survives_save_load_and_merge(case: str, everywhere: bool, tmp_path: Path) -> None:
-    model = trained(case, everywhere)
+def test_trained_adapter_survives_save_load_and_merge(case: str, everywhere: bool, tmp_path: Path) -> None:
+    model = trained_adapter(case, everywhere)
     expected = model(tokens()).logits.detach()
     model.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(mixed_model("Llama", CASES[case]), tmp_path / "adapter").eval()

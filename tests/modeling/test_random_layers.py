@@ -41,7 +41,7 @@ def random_subset(names: Iterable[str], draw: random.Random) -> list[str]:
     return [name for name in names if draw.random() < 0.5]
 
 
-def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> dict[str, Any]:
+def random_options(name: str, heads: int, groups: int, draw: random.Random) -> dict[str, Any]:
     if name.startswith("knocking"):
         return {"form": name.partition(" ")[2] or "linear", "on": random_subset(SIDES, draw) or ["value"]}
     if name == "explicit":
@@ -70,7 +70,7 @@ def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> di
     return options | {"softmax_heads": draw.choice((heads, 1, heads + 1)) if len(on) == 2 else heads}
 
 
-def drawn_mask(kind: str, batch: int, length: int, draw: random.Random) -> torch.Tensor:
+def random_mask(kind: str, batch: int, length: int, draw: random.Random) -> torch.Tensor:
     """Return a random causal mask (B, T, S) with at least one real token per sequence."""
     allowed = torch.ones(batch, length, length, dtype=torch.bool).tril()
     for row in allowed:
@@ -93,13 +93,13 @@ class RandomLayer(Layer):
         draw, heads = random.Random(f"{name} {seed}"), HEADS[name]
         queries, keys = draw.choice(heads)
         sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
-        mixers = {name.split()[0]: drawn_options(name, queries, keys, draw)}
+        mixers = {name.split()[0]: random_options(name, queries, keys, draw)}
         super().__init__(draw.choice(("Llama", "Qwen2", "Qwen3")), mixers, (0, 0), **sizes)
         lopsided(self.attention, seed)
         batch, length, kind = draw.randint(1, 2), draw.choice((1, 1, 2, 3, 5, 6)), draw.choice(MASKS)
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(batch, length, self.inputs.shape[-1], generator=generator, dtype=torch.float64)
-        self.allowed = drawn_mask(kind, batch, length, draw)
+        self.allowed = random_mask(kind, batch, length, draw)
         self.mask = None if kind == "none" else self.allowed[:, None]
         self.rows = self.allowed.any(-1)
         self.cos, self.sin = rope_tables(torch.arange(length).expand(batch, -1), SIZES["head_dim"])
@@ -124,14 +124,14 @@ def assert_agrees_without_gradients(layer: RandomLayer) -> None:
 
 def assert_as_near_in_half_precision(layer: RandomLayer) -> None:
     """Assert that bfloat16 outputs and gradients are about as accurate as those of eager attention."""
-    truths = outcome(layer, layer.truth()[0])
+    truths = output_and_gradients(layer, layer.truth()[0])
     layer.attention.bfloat16()
-    outcomes = (outcome(layer, layer.run(backend, torch.bfloat16)) for backend in ("sdpa", "eager"))
+    outcomes = (output_and_gradients(layer, layer.run(backend, torch.bfloat16)) for backend in ("sdpa", "eager"))
     for truth, ours, plain in zip(truths, *outcomes, strict=True):
         assert (ours - truth).norm() < 3 * (plain - truth).norm() + HALF * truth.norm()
 
 
-def outcome(layer: RandomLayer, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def output_and_gradients(layer: RandomLayer, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and all gradients, each as one flat vector."""
     gradients = layer.gradients(output).values()
     return output[layer.rows].flatten(), torch.cat([gradient.flatten().double() for gradient in gradients])
@@ -139,7 +139,7 @@ def outcome(layer: RandomLayer, output: torch.Tensor) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("seeds", first([range(4), *(range(at, at + 50) for at in range(0, 500, 50))]))
 @pytest.mark.parametrize("name", HEADS)
-def test_random_layers(name: str, seeds: range) -> None:
+def test_random_layers_follow_the_oracle(name: str, seeds: range) -> None:
     for seed in seeds:
         layer = RandomLayer(name, seed)
         for backend in ("sdpa", "eager"):

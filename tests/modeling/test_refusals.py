@@ -22,12 +22,12 @@ if TABLE:
     REASONS = dict(re.findall(r"^(\d+)\. (.*)$", TABLE[2], re.MULTILINE))
 
 
-def test_every_pair_is_printed():
+def test_support_table_lists_every_backbone_and_mechanism():
     assert CELLS.keys() == {(backbone, name) for backbone in backbones() for name in crosshead.MECHANISMS}
 
 
 @pytest.mark.parametrize(("backbone", "mechanism"), CELLS)
-def test_a_pair_is_made_or_refused_with_its_reason(backbone, mechanism):
+def test_support_table_matches_config_validation(backbone, mechanism):
     if backbone == DIT:
         pytest.importorskip("diffusers")
     cell = CELLS[backbone, mechanism]

@@ -13,7 +13,7 @@ SAVED = sorted(path for path in (Path(__file__).parent / "saved").iterdir())
 @pytest.mark.oldest
 @pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)
 @torch.no_grad()
-def test_saved_by_version_0_1(folder: Path) -> None:
+def test_models_saved_by_version_0_1_give_recorded_logits(folder: Path) -> None:
     expected = load_file(folder / "logits.safetensors")["logits"]
     for implementation in ("sdpa", "eager"):
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -40,7 +40,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def allowed_options() -> dict[str, dict[str, Any]]:
+def supported_option_cases() -> dict[str, dict[str, Any]]:
     """Return cases that use every option that these backbones support at least once."""
     on = ["query", "value"]
     cases = {f"knocking {form}": {"knocking": {"form": form, "on": on}} for form in ("mlp", "linear", "gate")}
@@ -111,14 +111,14 @@ def test_layer_follows_the_oracle(case: str, backbone: str) -> None:
     assert_layer_agrees(SharedRotaryLayer(backbone, mixers_of(case, backbone)))
 
 
-@pytest.mark.parametrize(("variant", "case"), grid(VARIANTS, allowed_options(), strength=1))
+@pytest.mark.parametrize(("variant", "case"), grid(VARIANTS, supported_option_cases(), strength=1))
 def test_every_option_follows_the_oracle(variant: str, case: str) -> None:
     backbone, changes = VARIANTS[variant]
-    assert_layer_agrees(SharedRotaryLayer(backbone, allowed_options()[case], **changes))
+    assert_layer_agrees(SharedRotaryLayer(backbone, supported_option_cases()[case], **changes))
 
 
 @for_each_case_and_shared_rotary
-def test_layer_with_a_cache_follows_the_oracle(case: str, backbone: str) -> None:
+def test_layer_with_cache_follows_the_oracle(case: str, backbone: str) -> None:
     layer, cache = SharedRotaryLayer(backbone, mixers_of(case, backbone)), DynamicCache()
     parts = ((0, 4), (4, 6), (6, 7))
     assert_layer_agrees(layer, lambda: torch.cat([layer.ours(cache, *part) for part in parts], dim=1))
@@ -164,7 +164,7 @@ def test_neutral_start_is_the_stock_model(variant: str, mixers: dict[str, Any], 
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", LATENT)
 @torch.no_grad()
-def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> None:
+def test_model_without_mixers_equals_stock_model(backbone: str, tmp_path: Path) -> None:
     stock = stock_model(backbone)
     stock.save_pretrained(tmp_path)
     ours, report = model_class(backbone).from_pretrained(tmp_path, mixers={}, output_loading_info=True)
@@ -176,7 +176,7 @@ def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backbone", SHARED_ROTARY)
 @torch.no_grad()
-def test_the_cache_holds_what_the_papers_say(backbone: str) -> None:
+def test_cache_sizes_match_papers(backbone: str) -> None:
     """MLA caches the latent vector and the rotary part, like the stock model; GTA tied states and the rotary half."""
     numbers = {"Gta": 2 * 8 + 4}.get(backbone, 12 + 4)
     model, ids = mixed_model(backbone, {"knocking": {}}), tokens(2, 9)
@@ -193,7 +193,7 @@ def test_the_cache_holds_what_the_papers_say(backbone: str) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("backbone", SHARED_ROTARY)
 @torch.no_grad()
-def test_beams_and_assistants(backbone: str) -> None:
+def test_beam_search_and_prompt_lookup_equal_uncached(backbone: str) -> None:
     model, ids = mixed_model(backbone, mixers_of("knocking+mixture", backbone)), tokens()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     beams = [model.generate(ids, num_beams=3, use_cache=cached, **options) for cached in (True, False)]
@@ -204,14 +204,14 @@ def test_beams_and_assistants(backbone: str) -> None:
 
 
 @pytest.mark.parametrize(("backbone", "mixers", "allowed"), REFUSED)
-def test_refused(backbone: str, mixers: dict[str, Any], allowed: str) -> None:
+def test_unsupported_mixers_are_refused(backbone: str, mixers: dict[str, Any], allowed: str) -> None:
     with pytest.raises(ValueError, match=allowed) as caught:
         mixed_config(backbone, mixers)
     assert "\n" not in str(caught.value)
     assert f"mixers.{next(iter(mixers))}" in str(caught.value)
 
 
-def test_pairs_of_queries_over_one_tied_state() -> None:
+def test_gta_with_differential_version_2_follows_the_oracle() -> None:
     assert_layer_agrees(SharedRotaryLayer("Gta", {"differential": {"version": 2}, "knocking": {}}))
 
 
@@ -223,14 +223,14 @@ def test_pairs_of_queries_over_one_tied_state() -> None:
         ("Gta", {"head_dim": 6}, "head_dim=6 .*multiple of 4"),
     ],
 )
-def test_sizes_that_cannot_work(backbone: str, changes: dict[str, Any], message: str) -> None:
+def test_invalid_head_counts_and_sizes_are_refused(backbone: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mixed_config(backbone, {"knocking": {}}, **changes)
 
 
 @pytest.mark.parametrize("backbone", LATENT)
 @torch.no_grad()
-def test_a_replica_projects_with_its_own_modules(backbone: str) -> None:
+def test_data_parallel_replica_uses_its_own_projections(backbone: str) -> None:
     """DataParallel makes one replica per GPU, with its modules on that GPU."""
     layer = SharedRotaryLayer(backbone, {"gating": {}}, q_lora_rank=10)
     expected = layer.ours()
@@ -240,6 +240,6 @@ def test_a_replica_projects_with_its_own_modules(backbone: str) -> None:
     assert (layer.ours() - expected).abs().max() > 0.01
 
 
-def test_scaling_has_the_factor_of_yarn() -> None:
+def test_attention_scaling_includes_yarn_factor() -> None:
     attention = mixed_model("DeepseekV3", {"gating": {}}, rope_parameters=YARN).model.layers[0].self_attn
     assert attention.scaling == pytest.approx(12**-0.5 * (0.1 * 0.7 * math.log(4.0) + 1) ** 2)

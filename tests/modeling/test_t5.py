@@ -37,13 +37,13 @@ def test_attention_follows_the_oracle(case: str, part: str) -> None:
             assert (gradient - expected[name]).abs().max() < GRADIENT_TOLERANCE, name
 
 
-def factors(*shapes: tuple[int, ...]) -> list[Tensor]:
+def random_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
     """Return random tensors of the given shapes in float64."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5 for shape in shapes]
 
 
-def bilinear_place(p: Tensor, q: Tensor) -> PartLayer:
+def bilinear_layer(p: Tensor, q: Tensor) -> PartLayer:
     """Return a `bilinear` layer with the paper's tensors P (d_X, d_M, h) and Q (d_M, d_Y, h)."""
     layer = PartLayer("encoder", {"bilinear": {}})
     with torch.no_grad():
@@ -52,9 +52,9 @@ def bilinear_place(p: Tensor, q: Tensor) -> PartLayer:
     return layer
 
 
-def test_bilinear_follows_the_paper() -> None:
-    p, q = factors((32, 32, 4), (32, 32, 4))
-    layer = bilinear_place(p, q)
+def test_bilinear_follows_the_oracle() -> None:
+    p, q = random_tensors((32, 32, 4), (32, 32, 4))
+    layer = bilinear_layer(p, q)
     bias = layer.bias()
     assert bias is not None
     for b in range(2):
@@ -63,7 +63,7 @@ def test_bilinear_follows_the_paper() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["multi-head", "talking"])
-def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
+def test_bilinear_reproduces_multi_head_and_talking_attention(mechanism: str) -> None:
     """Section 6 of the paper: with `P` and `Q` set to products of projections (and head maps), outputs are equal."""
     layer = PartLayer("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
     attention, bias = layer.attention, layer.attention.relative_attention_bias.weight
@@ -79,14 +79,14 @@ def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
         attention.mapping_order, attention.output_order = [], []
     p = torch.einsum("kdx,kdm,hk->xmh", per_head["q"], per_head["k"], maps[0])
     q = torch.einsum("vdm,yvd,vh->myh", per_head["v"], out, maps[1])
-    bilinear = bilinear_place(p, q)
+    bilinear = bilinear_layer(p, q)
     with torch.no_grad():
         bilinear.attention.relative_attention_bias.weight.zero_()
     assert (bilinear.ours() - layer.ours()).abs().max() < OUTPUT_TOLERANCE
     assert layer.ours().abs().max() > 0.1
 
 
-def test_bilinear_has_the_parameters_of_the_paper() -> None:
+def test_bilinear_parameter_count_matches_paper() -> None:
     """Table 1 of the paper: 14,155,776 parameters per `bilinear` layer, 2,359,296 per multi-head attention layer."""
     config = mixed_config("T5", {"encoder": {"bilinear": {}}}, d_model=768, num_heads=12, d_kv=64)
     with torch.device("meta"):
@@ -119,7 +119,7 @@ def test_neutral_start_is_the_stock_model(mechanism: str, tmp_path: Path) -> Non
 @pytest.mark.oldest
 @each_case
 @torch.no_grad()
-def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any, tmp_path: Path) -> None:
+def test_saved_model_loads_by_auto_class_and_remote_code(case: str, warm_process: Any, tmp_path: Path) -> None:
     model, environment = mixed_model("T5", ENCODER_CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
     model.save_pretrained(tmp_path / "model")
     expected = model(input_ids=tokens(), decoder_input_ids=tokens()).logits
@@ -137,7 +137,7 @@ def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any,
 @pytest.mark.oldest
 @each_case
 @torch.no_grad()
-def test_generation(case: str) -> None:
+def test_cached_generation_equals_uncached(case: str) -> None:
     """Cached steps equal the full forward pass; generation is the same with beams, a static cache and no cache."""
     for backend in ("eager", "sdpa"):
         model = mixed_model("T5", ENCODER_CASES[case], backend=backend)
@@ -156,7 +156,7 @@ def test_generation(case: str) -> None:
 
 
 @torch.no_grad()
-def test_the_cross_cache_is_filled_once() -> None:
+def test_cross_attention_cache_is_filled_once() -> None:
     model = mixed_model("T5", {"cross": {"explicit": {"key_heads": 2, "value_heads": 1}}})
     out = model(**INPUTS, decoder_input_ids=ANSWER)
     stored = out.past_key_values.cross_attention_cache.layers[0].keys
@@ -170,7 +170,7 @@ def test_the_cross_cache_is_filled_once() -> None:
 
 
 @torch.no_grad()
-def test_parts_have_mechanisms_of_their_own(tmp_path: Path) -> None:
+def test_encoder_decoder_and_cross_attention_have_separate_mixers(tmp_path: Path) -> None:
     mixers = {"encoder": {"talking": {}}, "cross": {"mixture": {"active_heads": [2, 3, 4]}}}
     model = mixed_model("T5", mixers, num_decoder_layers=3)
     names = {name.split(".mixers.")[0] for name, _ in model.named_parameters() if ".mixers." in name}
@@ -183,7 +183,7 @@ def test_parts_have_mechanisms_of_their_own(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_encoder_alone(tmp_path: Path) -> None:
+def test_encoder_and_base_model_load_from_full_checkpoint(tmp_path: Path) -> None:
     model = mixed_model("T5", {"encoder": {"talking": {}, **MIXTURE}})
     model.save_pretrained(tmp_path)
     alone = crosshead.CrossheadT5EncoderModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -197,8 +197,8 @@ def test_the_encoder_alone(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_losses_with_a_past_and_its_mask() -> None:
-    """The decoder mask covers cached and new tokens; the losses are those of the new tokens."""
+def test_loss_with_past_and_decoder_mask_is_finite() -> None:
+    """The decoder mask covers cached and new tokens."""
     model, rest = mixed_model("T5", MIXTURE), ANSWER[:, 2:].contiguous()
     past = model(**INPUTS, decoder_input_ids=ANSWER[:, :2])
     inputs = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK, "labels": rest}
@@ -209,7 +209,7 @@ def test_losses_with_a_past_and_its_mask() -> None:
     assert model.generate(**INPUTS, **prompt, max_new_tokens=3).shape[1] > ANSWER.shape[1]
 
 
-def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
+def test_loss_includes_mean_balance_loss_of_encoder_and_decoder() -> None:
     model = mixed_model("T5", MIXTURE)
     out = model(
         **INPUTS, labels=ANSWER, decoder_attention_mask=torch.ones_like(ANSWER), output_head_router_scores=True
@@ -229,7 +229,7 @@ def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
 
 
 @each_case
-def test_every_parameter_gets_a_gradient_with_checkpointing_too(case: str) -> None:
+def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(case: str) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = mixed_model("T5", ENCODER_CASES[case]).train()
@@ -258,7 +258,7 @@ def test_initial_values_have_the_stock_scale() -> None:
 
 
 @torch.no_grad()
-def test_half_precision_is_near_single() -> None:
+def test_bfloat16_logits_are_close_to_float32() -> None:
     for case in ENCODER_CASES:
         model = mixed_model("T5", ENCODER_CASES[case], backend="sdpa")
         expected = model(**INPUTS, decoder_input_ids=ANSWER).logits
@@ -284,7 +284,7 @@ def test_half_precision_is_near_single() -> None:
         ("talking", {}, "mixers"),
     ],
 )
-def test_refusals(mixers: Any, changes: dict[str, Any], key: str) -> None:
+def test_invalid_mixers_are_refused(mixers: Any, changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         mixed_config("T5", mixers, **changes)
 
@@ -294,7 +294,7 @@ def test_bilinear_refuses_rotary_positions() -> None:
         mixed_config("Llama", {"bilinear": {}})
 
 
-def test_flash_attention_is_refused() -> None:
+def test_talking_refuses_flex_attention() -> None:
     model = lopsided(crosshead.CrossheadT5ForConditionalGeneration(mixed_config("T5", {"talking": {}})))
     with pytest.raises(ValueError, match="flex_attention"):
         model.set_attn_implementation("flex_attention")

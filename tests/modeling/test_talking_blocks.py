@@ -39,7 +39,7 @@ class Call:
         return [output.detach(), *torch.autograd.grad(output, leaves, self.direction.to(dtype))]
 
 
-def drawn(seed: int) -> Call:
+def random_call(seed: int) -> Call:
     """Return a random call: grouped heads, three head counts, static and dynamic maps, any kind of mask."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -63,7 +63,7 @@ def drawn(seed: int) -> Call:
     return Call([*tensors, *maps(softmax, heads), *maps(outputs, softmax)], mask, draw.random() < 0.7, direction)
 
 
-def additive(chosen: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+def additive_mask(chosen: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     return added.float().masked_fill(chosen > 0.7, torch.finfo(torch.float32).min)
 
 
@@ -73,35 +73,35 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]] = 
     "few keys, so that some queries see none": lambda chosen, added: chosen > 0.85,
     "no key": lambda chosen, added: chosen > 2,
     "window": lambda chosen, added: (chosen >= 0).tril(1).triu(-2),
-    "additive": additive,
+    "additive": additive_mask,
 }
 
 
-def plain(*call: Any) -> torch.Tensor:
+def reference_attention(*call: Any) -> torch.Tensor:
     """Return the output by the definition of Talking-Heads attention, in the dtype of the arguments."""
     query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal = call
     shared, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     logits = torch.einsum("bhtd,bhsd->bhts", query, key.repeat_interleave(shared, 1)).to(wide) * scaling
-    logits = mapped(logits_map, logits_key_map, logits)
+    logits = map_heads(logits_map, logits_key_map, logits)
     if mask is None and causal:
         mask = torch.ones(logits.shape[2:], dtype=torch.bool).tril()
     if mask is not None and mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, torch.finfo(wide).min)
     elif mask is not None:
         logits = logits + mask
-    weights = mapped(weights_map, weights_key_map, logits.softmax(-1)).to(value.dtype)
+    weights = map_heads(weights_map, weights_key_map, logits.softmax(-1)).to(value.dtype)
     value = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
     return torch.einsum("bhts,bhsd->bthd", weights, value)
 
 
-def mapped(maps: torch.Tensor, key_maps: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+def map_heads(maps: torch.Tensor, key_maps: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
     (batch, _, queries, _), sizes = scores.shape, maps.shape[2:]
     result = torch.einsum("btij,bjts->bits", maps.expand(batch, queries, *sizes), scores)
     return result if key_maps is None else result + torch.einsum("bsij,bjts->bits", key_maps, scores)
 
 
 @pytest.fixture
-def sized(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+def set_block_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
     """Return a function that sets the maximum number of sequences and queries per block."""
 
     def choose(size: tuple[int, int]) -> None:
@@ -114,21 +114,21 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
 
 
 @pytest.mark.parametrize("seeds", first([range(40), range(40, 800)]))
-def test_random_calls_agree_with_the_plain_computation(seeds: range, sized: Any) -> None:
+def test_random_calls_equal_reference_attention(seeds: range, set_block_size: Any) -> None:
     """Compares outputs and gradients in float64, up to rounding."""
     for seed in seeds:
-        call = drawn(seed)
-        expected = call.run(plain)
-        sized(BLOCK_SIZES[seed % len(BLOCK_SIZES)])
+        call = random_call(seed)
+        expected = call.run(reference_attention)
+        set_block_size(BLOCK_SIZES[seed % len(BLOCK_SIZES)])
         for result, reference in zip(call.run(talking_blocks), expected, strict=True):
             assert (result - reference).abs().max() < 1e-10 * (1 + reference.abs().max()), seed
 
 
 @pytest.mark.parametrize("seed", first(range(12), 4))
-def test_half_precision_is_as_near_as_the_plain_computation(seed: int, sized: Any) -> None:
-    call = drawn(seed)
-    sized((2, 4))
-    exact, plain_half = call.run(plain), call.run(plain, torch.bfloat16)
+def test_bfloat16_is_as_accurate_as_reference_attention(seed: int, set_block_size: Any) -> None:
+    call = random_call(seed)
+    set_block_size((2, 4))
+    exact, plain_half = call.run(reference_attention), call.run(reference_attention, torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         blocks = call.run(talking_blocks, torch.bfloat16)
     for reference, other, ours in zip(exact, plain_half, blocks, strict=True):
@@ -137,19 +137,17 @@ def test_half_precision_is_as_near_as_the_plain_computation(seed: int, sized: An
         assert (ours - reference).norm() < bound
 
 
-def test_a_masked_block_of_another_device_is_the_same_without_reading_the_mask(
-    sized: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_do_not_depend_on_mask_span(set_block_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On other devices every block attends to all keys, and some of its queries may have no visible key."""
-    sized((2, 4))
-    calls = [call for call in map(drawn, range(60)) if call.mask is not None]
+    set_block_size((2, 4))
+    calls = [call for call in map(random_call, range(60)) if call.mask is not None]
     expected = [call.run(talking_blocks) for call in calls]
     monkeypatch.setattr(module, "talking_mask_span", lambda mask: (slice(0, mask.shape[-1]), mask.dtype == torch.bool))
     for call, reference in zip(calls, expected, strict=True):
         torch.testing.assert_close(call.run(talking_blocks), reference, rtol=1e-10, atol=1e-10)
 
 
-def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
+def test_mask_span_excludes_keys_hidden_from_block() -> None:
     window = torch.ones(1, 12, 1, 12, dtype=torch.bool).transpose(1, 2).tril().triu(-2).transpose(1, 2)
     assert [module.talking_mask_span(window[:, start : start + 4]) for start in (0, 4, 8)] == [
         (slice(0, 4), False),
@@ -160,7 +158,7 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
     assert module.talking_mask_span(window[:, 4:8]) == (slice(0, 12), True)
 
 
-def test_block_sizes() -> None:
+def test_block_size_on_cpu_and_gpu() -> None:
     """Covers long and short sequences on the CPU, and on a GPU the case of the kernel launch test and a longer one."""
     heads = 16
     assert module.talking_block_size("cpu", 2, 4096, 2 * heads * 4096) == (1, 64)
@@ -170,7 +168,7 @@ def test_block_sizes() -> None:
     assert module.talking_block_size("cuda", 8, 32_768, 4 * 32 * 32_768) == (1, 64)
 
 
-class Watch(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """Counts the kernel launches that a GPU would need, and records the largest number of elements of a tensor."""
 
     def __init__(self) -> None:
@@ -189,7 +187,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("masked", (False, True))
 @pytest.mark.parametrize("groups", (8, 32))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_gpu_launches_few_kernels_and_waits_for_none(masked: bool, groups: int, dtype: torch.dtype) -> None:
+def test_gpu_launches_few_kernels_without_synchronisation(masked: bool, groups: int, dtype: torch.dtype) -> None:
     """Runs on meta tensors, which have no data: a device synchronisation would raise an error."""
     batch, heads, length, size = 8, 32, 2048, 64
 
@@ -200,9 +198,9 @@ def test_a_gpu_launches_few_kernels_and_waits_for_none(masked: bool, groups: int
     mask = empty(batch, 1, length, length, dtype=torch.bool) if masked else None
     key = empty(batch, groups, length, size)
     tensors = [empty(batch, heads, length, size), key, key, maps, None, maps, None, mask]
-    with Watch() as forward:
+    with LaunchRecorder() as forward:
         output = module.talking_forward(*tensors, SCALING, True)
-    with Watch() as backward:
+    with LaunchRecorder() as backward:
         module.talking_backward(output, tensors, SCALING, True)
     assert forward.launches <= 150
     assert backward.launches <= 600
@@ -210,15 +208,15 @@ def test_a_gpu_launches_few_kernels_and_waits_for_none(masked: bool, groups: int
 
 
 @pytest.mark.parametrize("masked", (False, True))
-def test_memory_grows_linearly_with_the_length(masked: bool, sized: Any) -> None:
-    sized((1, 4))
+def test_memory_grows_linearly_with_sequence_length(masked: bool, set_block_size: Any) -> None:
+    set_block_size((1, 4))
     heads, numbers = 8, []
     for length in (96, 192):
         query, key, value = torch.randn(3, 1, heads, length, 4)
         maps = torch.randn(1, 1, heads, heads)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril() if masked else None
         tensors = [query, key, value, maps, None, maps, None, mask]
-        with Watch() as peak:
+        with LaunchRecorder() as peak:
             output = module.talking_forward(*tensors, SCALING, True)
             module.talking_backward(output, tensors, SCALING, True)
         assert peak.numbers <= heads * 4 * 4 * length  # at most four blocks of four queries each
@@ -227,9 +225,9 @@ def test_memory_grows_linearly_with_the_length(masked: bool, sized: Any) -> None
 
 
 @pytest.mark.parametrize("seed", first(range(6), 2))
-def test_the_operators_keep_their_contract(seed: int, sized: Any) -> None:
-    call = drawn(seed)
-    sized((2, 4))
+def test_custom_operators_pass_opcheck(seed: int, set_block_size: Any) -> None:
+    call = random_call(seed)
+    set_block_size((2, 4))
     tensors = [None if x is None else x.requires_grad_() for x in call.tensors]
     torch.library.opcheck(talking_blocks, (*tensors, call.mask, SCALING, call.causal))
     saved = [None if x is None else x.detach() for x in [*tensors, call.mask]]
@@ -238,8 +236,8 @@ def test_the_operators_keep_their_contract(seed: int, sized: Any) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("seed", first(range(4)))
-def test_compiled_and_exported_calls_are_the_same(seed: int) -> None:
-    call = drawn(seed)
+def test_compiled_and_exported_calls_equal_eager(seed: int) -> None:
+    call = random_call(seed)
     expected = call.run(talking_blocks)
     compiled = torch.compile(lambda *arguments: talking_blocks(*arguments), fullgraph=True)
     torch.testing.assert_close(call.run(compiled), expected)

@@ -23,12 +23,12 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("case", "backbone"), grid(TALKING, BACKBONES, strength=1))
-def test_layer(case: str, backbone: str) -> None:
+def test_layer_follows_the_oracle(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, TALKING[case], backend="sdpa"))
 
 
 @pytest.mark.parametrize(("case", "heads"), grid(TALKING, ((4, 4), (4, 1), (6, 2), (1, 1)), strength=1))
-def test_layer_head_counts(case: str, heads: tuple[int, int]) -> None:
+def test_layer_with_other_head_counts_follows_the_oracle(case: str, heads: tuple[int, int]) -> None:
     if heads[0] == 1 and case != "talking":
         pytest.skip("the other cases count on more heads")
     assert_layer_agrees(
@@ -39,13 +39,13 @@ def test_layer_head_counts(case: str, heads: tuple[int, int]) -> None:
 
 
 @for_every_case
-def test_layer_with_a_cache(case: str) -> None:
+def test_layer_with_cache_follows_the_oracle(case: str) -> None:
     layer, cache = Layer("Qwen3", TALKING[case], backend="sdpa"), DynamicCache()
     parts = ((0, 4), (4, 6), (6, 7))
     assert_layer_agrees(layer, lambda: torch.cat([layer.ours(cache, *part) for part in parts], dim=1))
 
 
-def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
+def eager_and_blockwise_model(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
     """Return a toy model with eager attention, and the same model with blockwise attention ("sdpa")."""
     eager, blocks = (mixed_model("Qwen3", TALKING[case], backend=backend, **changes) for backend in ("eager", "sdpa"))
     return eager.to(dtype), blocks.to(dtype)
@@ -53,7 +53,7 @@ def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tupl
 
 @for_first_case
 @torch.no_grad()
-def test_masks_of_models(case: str) -> None:
+def test_blockwise_model_equals_eager_for_every_mask(case: str) -> None:
     """Covers no padding, left and right padding, packed documents and sliding windows."""
     ids, left = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     left[1, :5] = 0
@@ -67,7 +67,7 @@ def test_masks_of_models(case: str) -> None:
         (window, {}),
         (window, {"attention_mask": left}),
     ):
-        eager, blocks = (model(ids, **arguments).logits for model in sides(case, **changes))
+        eager, blocks = (model(ids, **arguments).logits for model in eager_and_blockwise_model(case, **changes))
         real = arguments.get("attention_mask", torch.ones_like(ids)).bool()
         assert blocks.isfinite().all()
         assert (eager - blocks)[real].abs().max() < 1e-4, (changes, arguments)
@@ -75,25 +75,27 @@ def test_masks_of_models(case: str) -> None:
 
 @for_first_case
 @pytest.mark.parametrize("cache", ("dynamic", "static"))
-def test_generation(case: str, cache: str) -> None:
+def test_blockwise_generation_equals_eager(case: str, cache: str) -> None:
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
     if cache == "static":
         options["disable_compile"] = True
-    eager, blocks = (model.generate(tokens(), attention_mask=mask, **options) for model in sides(case))
+    eager, blocks = (
+        model.generate(tokens(), attention_mask=mask, **options) for model in eager_and_blockwise_model(case)
+    )
     assert torch.equal(eager, blocks)
 
 
 # Without `mixture`, since rounding changes its routes.
 @pytest.mark.parametrize("case", first(case for case in TALKING if "mixture" not in case))
-def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None:
+def test_blockwise_gradients_equal_eager_in_every_training_mode(case: str) -> None:
     for dtype, autocast, checkpointing in (
         (torch.float32, False, True),
         (torch.float32, True, False),
         (torch.bfloat16, False, False),
     ):
         gradients = []
-        for model in sides(case, dtype):
+        for model in eager_and_blockwise_model(case, dtype):
             model.train()
             if checkpointing:
                 model.gradient_checkpointing_enable()
@@ -108,12 +110,12 @@ def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None
             assert error < (1e-4 if exact else 0.25), (name, dtype, autocast)
 
 
-def test_a_mask_that_is_given_may_be_of_any_form() -> None:
+def test_boolean_and_additive_4d_masks_give_the_same_logits() -> None:
     ids = tokens(2, 9)
     allowed = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     allowed[0, :, 4:, 2] = False
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
-    eager, blocks = sides("talking")
+    eager, blocks = eager_and_blockwise_model("talking")
     with torch.no_grad():
         expected = eager(ids, attention_mask=additive).logits
         for mask in (allowed, additive):

@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_same_logits_as_one(tmp_path: Path) -> None:
     expected = {}
     for backbone in BACKBONES:
         for case, mixers in CASES.items():
@@ -42,6 +42,6 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_attention_stays_in_one_place(backbone: str) -> None:
+def test_tensor_parallel_plan_excludes_attention(backbone: str) -> None:
     plan = mixed_config(backbone, {}).base_model_tp_plan
     assert plan and not any("self_attn" in module for module in plan)

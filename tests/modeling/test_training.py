@@ -24,7 +24,7 @@ for_every_router = pytest.mark.parametrize("router", ROUTED)
 BALANCE_WEIGHT = 8.0  # makes the balance loss as large as the cross-entropy, so that double counting is detected
 
 
-def weighing(mixers: dict[str, Any], balance_weight: float) -> dict[str, Any]:
+def with_balance_weight(mixers: dict[str, Any], balance_weight: float) -> dict[str, Any]:
     """Return the mixers with another weight of the balance loss, if they have `mixture`."""
     routing = {"mixture": mixers["mixture"] | {"balance_weight": balance_weight}} if "mixture" in mixers else {}
     return mixers | routing
@@ -53,13 +53,13 @@ def batch(rows: int = 8, length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def parts(whole: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(whole: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
     """Split a batch into `count` micro-batches."""
     pieces = {name: tensor.chunk(count) for name, tensor in whole.items()}
     return [{name: pieces[name][index] for name in pieces} for index in range(count)]
 
 
-def predicted(inputs: dict[str, torch.Tensor]) -> int:
+def predicted_token_count(inputs: dict[str, torch.Tensor]) -> int:
     """Return the number of predicted tokens (labels that are not ignored, after the shift)."""
     return int(inputs["labels"][:, 1:].ne(-100).sum())
 
@@ -69,12 +69,12 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def values(model: Any) -> dict[str, torch.Tensor]:
+def copied_parameters(model: Any) -> dict[str, torch.Tensor]:
     """Return a copy of the parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def balance_by_hand(model: Any, scores: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
+def reference_balance_loss(model: Any, scores: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
     """Return `sum_i P_i f_i` over the real tokens, averaged over the routed layers; `scores` are (B, T, heads)."""
     settings = model.config.mixers["mixture"]
     selected = settings["active_heads"] - settings["shared_heads"]
@@ -86,7 +86,7 @@ def balance_by_hand(model: Any, scores: tuple[torch.Tensor, ...], mask: torch.Te
     return torch.stack(layers).mean()
 
 
-def by_hand(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[float]) -> torch.Tensor:
+def reference_loss(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[float]) -> torch.Tensor:
     """Return the sum over micro-batches of share * (cross-entropy + balance loss); leave gradients in the model."""
     total = torch.zeros(())
     for inputs, share in zip(batches, shares, strict=True):
@@ -94,7 +94,7 @@ def by_hand(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[flo
         output = model(**arguments, use_cache=False, output_head_router_scores=True)
         loss = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
         if output.head_router_scores:
-            balance = balance_by_hand(model, output.head_router_scores, inputs["attention_mask"])
+            balance = reference_balance_loss(model, output.head_router_scores, inputs["attention_mask"])
             loss = loss + model.config.mixers["mixture"]["balance_weight"] * balance
         (share * loss).backward()
         total += share * loss.detach()
@@ -115,7 +115,7 @@ def trainer_for(model: Any, folder: Path, **options: Any) -> Trainer:
     return Trainer(model=model, args=arguments, train_dataset=rows)
 
 
-def one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[str, torch.Tensor]]:
+def train_one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Run one optimizer step over `batch()` in `accumulation` micro-batches; return the loss and the gradients."""
     trainer = trainer_for(
         model,
@@ -130,9 +130,9 @@ def one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[s
         train_sampling_strategy="sequential",
         save_strategy="no",
     )
-    before = values(model)
+    before = copied_parameters(model)
     loss = trainer.train().training_loss
-    after = values(model)
+    after = copied_parameters(model)
     return loss, {name: before[name] - after[name] for name in before}
 
 
@@ -142,10 +142,10 @@ def assert_same(result: Any, expected: Any) -> None:
 
 
 @for_each_case_and_decoder
-def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> None:
+def test_activation_checkpointing_keeps_loss_and_gradients(case: str, backbone: str) -> None:
     losses, gradients_by_run = [], []
     for checkpointing in (False, True):
-        model = model_of(weighing(mixers_of(case, backbone), BALANCE_WEIGHT), checkpointing, backbone)
+        model = model_of(with_balance_weight(mixers_of(case, backbone), BALANCE_WEIGHT), checkpointing, backbone)
         loss = model(**batch(), use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())
@@ -156,12 +156,12 @@ def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> N
 
 @for_compositions
 def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Path) -> None:
-    mixers = weighing(CASES[case], 0.0)
+    mixers = with_balance_weight(CASES[case], 0.0)
     plain = model_of(mixers)
     expected = plain(**batch(), use_cache=False).loss
     expected.backward()
     for accumulation in (1, 4):
-        loss, applied = one_step(model_of(mixers), tmp_path, accumulation)
+        loss, applied = train_one_step(model_of(mixers), tmp_path, accumulation)
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         assert_same(applied, gradients(plain))
 
@@ -173,19 +173,21 @@ def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Pa
 def test_trainer_counts_the_balance_loss_once(
     router: str, accumulation: int, checkpointing: bool, tmp_path: Path
 ) -> None:
-    mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
-    plain, pieces = model_of(mixers), parts(batch(), accumulation)
-    expected = by_hand(plain, pieces, [predicted(piece) / predicted(batch()) for piece in pieces])
-    loss, applied = one_step(model_of(mixers, checkpointing), tmp_path, accumulation)
+    mixers = with_balance_weight(ROUTED[router], BALANCE_WEIGHT)
+    plain, pieces = model_of(mixers), micro_batches(batch(), accumulation)
+    expected = reference_loss(
+        plain, pieces, [predicted_token_count(piece) / predicted_token_count(batch()) for piece in pieces]
+    )
+    loss, applied = train_one_step(model_of(mixers, checkpointing), tmp_path, accumulation)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert_same(applied, gradients(plain))
 
 
 @pytest.mark.parametrize("router", first(ROUTED, 2))
-def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: str) -> None:
-    mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
-    plain, pieces = model_of(mixers), parts(batch(), 4)
-    expected = by_hand(plain, pieces, [1 / 4] * 4)
+def test_accelerate_loop_counts_the_balance_loss_once(router: str) -> None:
+    mixers = with_balance_weight(ROUTED[router], BALANCE_WEIGHT)
+    plain, pieces = model_of(mixers), micro_batches(batch(), 4)
+    expected = reference_loss(plain, pieces, [1 / 4] * 4)
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier Trainer may have set its precision
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = accelerator.prepare(model_of(mixers))
@@ -201,12 +203,12 @@ def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: s
 
 @pytest.mark.parametrize(("router", "side"), grid(ROUTED, ("left", "right"), strength=1))
 @torch.no_grad()
-def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
+def test_balance_loss_ignores_padding(router: str, side: str) -> None:
     model = model_of(ROUTED[router])
     sequences = [batch()["input_ids"][row, :length] for row, length in ((0, 9), (2, 4), (6, 6))]
     alone = [model(row[None], output_head_router_scores=True).head_router_scores for row in sequences]
     together = tuple(torch.cat(layer, dim=1) for layer in zip(*alone, strict=True))
-    expected = balance_by_hand(model, together, torch.ones(1, 9 + 4 + 6))
+    expected = reference_balance_loss(model, together, torch.ones(1, 9 + 4 + 6))
     ids, mask = torch.full((3, 9), 7), torch.zeros(3, 9, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         position = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
@@ -219,7 +221,7 @@ def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
 
 @pytest.mark.oldest
 @for_compositions
-def test_resumed_and_reloaded_training_is_the_same(case: str, tmp_path: Path) -> None:
+def test_resumed_training_gives_same_losses_and_weights(case: str, tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
     first = trainer_for(model_of(CASES[case]), tmp_path, **options)
     first.train()
@@ -228,18 +230,18 @@ def test_resumed_and_reloaded_training_is_the_same(case: str, tmp_path: Path) ->
     logs = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (first, again)]
     assert len(logs[0]) == 4
     assert logs[1] == logs[0]
-    torch.testing.assert_close(values(again.model), values(first.model), rtol=0, atol=0)
+    torch.testing.assert_close(copied_parameters(again.model), copied_parameters(first.model), rtol=0, atol=0)
     loaded = type(first.model).from_pretrained(tmp_path / "checkpoint-4", attn_implementation="eager")
     with torch.no_grad():
         assert loaded.eval()(**batch()).loss == first.model.eval()(**batch()).loss
 
 
 @for_compositions
-def test_training_in_bfloat16(case: str, tmp_path: Path) -> None:
+def test_bf16_training_lowers_loss_and_keeps_float32_weights(case: str, tmp_path: Path) -> None:
     model = model_of(CASES[case])
     with torch.no_grad():
         expected = model(**batch()).loss.item()
-    before = values(model)
+    before = copied_parameters(model)
     trainer = trainer_for(
         model, tmp_path, bf16=True, max_steps=3, logging_steps=1, per_device_train_batch_size=8, save_strategy="no"
     )
@@ -254,10 +256,10 @@ def test_training_in_bfloat16(case: str, tmp_path: Path) -> None:
 
 
 @for_every_router
-def test_autocast_does_not_round_the_balance_loss(router: str) -> None:
+def test_balance_loss_stays_float32_under_autocast(router: str) -> None:
     model = model_of(ROUTED[router])
     with torch.autocast("cpu", torch.bfloat16):
         output = model(**batch(), output_head_router_scores=True)
-    expected = balance_by_hand(model, output.head_router_scores, batch()["attention_mask"])
+    expected = reference_balance_loss(model, output.head_router_scores, batch()["attention_mask"])
     assert output.balance_loss.dtype == torch.float32
     torch.testing.assert_close(output.balance_loss, expected, rtol=1e-5, atol=0)

@@ -14,7 +14,7 @@ TOKENS = toys.tokens()
 
 
 @pytest.mark.parametrize(("case", "backend"), grid(CASES, ("eager", "sdpa"), strength=1))
-def test_transformed_gradients(case: str, backend: str) -> None:
+def test_torch_func_gradients_equal_autograd(case: str, backend: str) -> None:
     model = toys.mixed_model("Llama", CASES[case], backend).double()
     params = {name: weight.detach() for name, weight in model.named_parameters() if "mlp" in name}
 

@@ -97,13 +97,13 @@ def test_every_parameter_gets_a_gradient(case: str) -> None:
         assert output.balance_loss is None
 
 
-def test_models_that_share_every_head_have_no_balance_loss() -> None:
+def test_balance_loss_is_none_when_all_heads_are_shared() -> None:
     shared = {"active_heads": [2, 4, 4, 4, 4], "shared_heads": [2, 4, 4, 4, 4]}
     assert model_of({"mixture": shared})(IMAGES, labels=LABELS).balance_loss is None
 
 
 @pytest.mark.parametrize("case", ["mixture", "talking"])
-def test_checkpointing_gives_the_same_gradients(case: str) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(case: str) -> None:
     gradients = []
     for checkpointing in (False, True):
         model = model_of(CASES[case]).train()
@@ -116,7 +116,7 @@ def test_checkpointing_gives_the_same_gradients(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["plain", "mixture"])
 @torch.no_grad()
-def test_half_precision(case: str) -> None:
+def test_half_precision_logits_are_close_to_float32(case: str) -> None:
     """Logits with bfloat16 weights and with autocast are close to float32; the router may select other heads."""
     expected = model_of(CASES[case])(IMAGES).logits
     half = model_of(CASES[case]).bfloat16()(IMAGES.bfloat16()).logits
@@ -127,7 +127,7 @@ def test_half_precision(case: str) -> None:
         assert functional.cosine_similarity(logits.float(), expected, dim=-1).min() > 0.98
 
 
-def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
+def test_trainer_accumulates_balance_loss_over_micro_batches(tmp_path: Path) -> None:
     """Accumulation over two micro-batches gives the same update as one batch, including the balance loss."""
     rows = [{"pixel_values": image, "labels": label} for image, label in zip(IMAGES, LABELS, strict=True)]
     trained, start = [], model_of(ROUTED).state_dict()
@@ -169,7 +169,7 @@ def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
     ids=lambda mixers: "+".join(mixers),
 )
 @torch.no_grad()
-def test_mechanisms_that_are_added_start_neutral(mixers: dict[str, Any], tmp_path: Path) -> None:
+def test_added_mechanisms_start_neutral(mixers: dict[str, Any], tmp_path: Path) -> None:
     source = model_of({})
     source.save_pretrained(tmp_path)
     model = CrossheadTransNextForImageClassification.from_pretrained(tmp_path, mixers=mixers)
@@ -179,14 +179,14 @@ def test_mechanisms_that_are_added_start_neutral(mixers: dict[str, Any], tmp_pat
 
 @pytest.mark.compile
 @torch.no_grad()
-def test_compiled_without_a_break() -> None:
+def test_fullgraph_compile_gives_the_same_logits() -> None:
     model = model_of(ROUTED, backend="sdpa")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert (compiled(IMAGES).logits - model(IMAGES).logits).abs().max() < 1e-5
 
 
 @torch.no_grad()
-def test_any_size_of_images() -> None:
+def test_logits_are_finite_for_any_image_size() -> None:
     """Image sizes may be no multiple of the strides, down to one pixel."""
     model = model_of(ROUTED)
     for size in ((1, 1), (17, 64), (61, 75), (96, 96)):
@@ -194,7 +194,7 @@ def test_any_size_of_images() -> None:
         assert model(images).logits.isfinite().all()
 
 
-def test_initial_values() -> None:
+def test_initial_values_of_attention_and_patch_embedding() -> None:
     torch.manual_seed(0)
     model = CrossheadTransNextForImageClassification(CrossheadTransNextConfig(**SIZES, mixers=ROUTED))
     attention = model.transnext.block1[0].attn
@@ -207,7 +207,7 @@ def test_initial_values() -> None:
     assert torch.allclose(gates.mean(-1), torch.ones(2, 5), atol=1e-6)  # gate_scale is "unit"
 
 
-def test_drop_path_grows_and_drops() -> None:
+def test_drop_path_rate_grows_with_depth() -> None:
     model = model_of({}, drop_path_rate=0.5).train()
     rates = [layer.drop_path.drop_prob for _, layer, _ in model.transnext._attention_modules()]
     assert rates == [0.0, 0.125, 0.25, 0.375, 0.5]

@@ -29,14 +29,14 @@ from transnext_names import (
 from transnext_toys import CASES, GLOBAL, IMAGES, ROUTED, SIZES, model_of
 
 
-def checkpoint(fields: dict[str, Any], *counts: list[int]) -> dict[str, torch.Tensor]:
+def random_checkpoint(fields: dict[str, Any], *counts: list[int]) -> dict[str, torch.Tensor]:
     """Return random tensors with the published names and shapes."""
     generator = torch.Generator().manual_seed(2)
     shapes = published_tensors(fields, 3, *counts)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def loaded(fields: dict[str, Any], tensors: dict[str, torch.Tensor], *counts: list[int]) -> Any:
+def load_checkpoint(fields: dict[str, Any], tensors: dict[str, torch.Tensor], *counts: list[int]) -> Any:
     """Load a crosshead classifier from published tensors; assert that no name is missing or unexpected."""
     config = CrossheadTransNextConfig(**fields, num_labels=3, mixers=mixture_of(fields, *counts) if counts else {})
     options: dict[str, Any] = {"config": config, "state_dict": dict(tensors), "output_loading_info": True}
@@ -51,12 +51,12 @@ SMALLER = {"small": [1, 1, 2, 1], "base": [1, 2, 1, 1], "micro": [1, 1, 1, 2], "
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", first([*PUBLISHED_MIXTURES, *PUBLISHED_SIZES, "all aggregated"], 9))
-def test_published_names_load_and_are_saved(name: str, tmp_path: Path) -> None:
+def test_published_tensor_names_load_and_save(name: str, tmp_path: Path) -> None:
     size, *counts = PUBLISHED_MIXTURES.get(name, (name,))
     fields = ALL_AGGREGATED if name == "all aggregated" else PUBLISHED_SIZES[size] | STAGES
     fields = fields | {"depths": SMALLER.get(size, [1, 1, 1, 1])}
-    tensors = checkpoint(fields, *counts)
-    model = loaded(fields, tensors, *counts)
+    tensors = random_checkpoint(fields, *counts)
+    model = load_checkpoint(fields, tensors, *counts)
     block, size_of = model.transnext.block1[0], fields["hidden_sizes"][0]
     assert torch.equal(block.attn.q_proj.weight, tensors["block1.0.attn.q.weight"])
     assert torch.equal(block.attn.v_proj.bias, tensors["block1.0.attn.kv.bias"][size_of:])
@@ -76,7 +76,7 @@ MILLIONS = {"micro": 12.8, "tiny": 28.2, "small": 49.7, "base": 89.7}
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED_SIZES, *PUBLISHED_MIXTURES])
-def test_parameters_of_the_papers(name: str) -> None:
+def test_parameter_counts_match_papers(name: str) -> None:
     size, *counts = PUBLISHED_MIXTURES.get(name, (name,))
     fields = PUBLISHED_SIZES[size] | STAGES
     config = CrossheadTransNextConfig(**fields, num_labels=1000, mixers=mixture_of(fields, *counts) if counts else {})
@@ -91,8 +91,7 @@ def test_parameters_of_the_papers(name: str) -> None:
         assert f"{sum(config.mixers['mixture']['active_heads']) / heads:.0%}" == f"{name.split('_')[1]}%"
 
 
-def test_head_outputs_of_the_base_model_alone() -> None:
-    """The classifier's logits are its head applied to the backbone's pooled output."""
+def test_logits_are_head_applied_to_pooled_output() -> None:
     model = model_of(ROUTED)
     outputs = model.transnext(IMAGES)
     assert outputs.last_hidden_state.shape == (2, 2, 32)  # 29 x 37 pixels are 1 x 2 in the last stage
@@ -102,7 +101,7 @@ def test_head_outputs_of_the_base_model_alone() -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("case", first(["knocking+mixture", "mixture", "talking", "plain"], 2))
 @torch.no_grad()
-def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any, tmp_path: Path) -> None:
+def test_saved_model_loads_by_auto_class_and_remote_code(case: str, warm_process: Any, tmp_path: Path) -> None:
     model, environment = model_of(CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
     model.save_pretrained(tmp_path / "model")
     again = transformers.AutoModelForImageClassification.from_pretrained(
@@ -131,13 +130,13 @@ LIMITED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("limit", TRANSNEXT_LIMITS, ids=lambda limit: limit.option)
-def test_limits(limit: Any) -> None:
+def test_unsupported_mixers_are_refused_with_reason(limit: Any) -> None:
     with pytest.raises(ValueError, match=f"mixers.{limit.option}") as caught:
         CrossheadTransNextConfig(**SIZES, mixers=LIMITED[limit.option])
     assert limit.reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_mechanism_is_proven_or_limited() -> None:
+def test_every_mechanism_is_tested_or_refused() -> None:
     proven = {name for mixers in CASES.values() for name in mixers}
     limited = {limit.option for limit in TRANSNEXT_LIMITS if limit.everywhere}
     assert proven | limited >= set(MECHANISMS)
@@ -154,6 +153,6 @@ def test_every_mechanism_is_proven_or_limited() -> None:
         ({"mixers": {"mixture": {"active_heads": [2, 3, 3, 3, 3], "shared_heads": [2, 3, 0, 0, 0]}}}, "layer 1"),
     ],
 )
-def test_bad_configs(changes: dict[str, Any], quoted: str) -> None:
+def test_invalid_configs_are_refused(changes: dict[str, Any], quoted: str) -> None:
     with pytest.raises(ValueError, match=quoted):
         CrossheadTransNextConfig(**(SIZES | changes))
