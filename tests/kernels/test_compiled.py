@@ -25,7 +25,7 @@ KERNELS = {
 }
 
 
-def launched() -> Iterator[str]:
+def launched_kernels() -> Iterator[str]:
     """Names of the kernels launched in modeling/kernels, as in `name[grid](...)`."""
     for path in (TESTS.parent / "modeling" / "kernels").glob("*_triton.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -34,12 +34,12 @@ def launched() -> Iterator[str]:
                 yield called.value.id
 
 
-def test_every_kernel_is_compiled() -> None:
-    assert set(launched()) == set.union(*KERNELS.values())
+def test_kernel_list_contains_every_launched_kernel() -> None:
+    assert set(launched_kernels()) == set.union(*KERNELS.values())
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_for_an_h100_and_fits_its_memory(name: str, tmp_path: Path) -> None:
+def test_kernels_compile_for_h100_and_fit_shared_memory(name: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-P", str(TESTS / "compile_kernels.py"), name]

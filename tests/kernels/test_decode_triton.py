@@ -35,19 +35,19 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(routed_decode_triton.OPERAND_DTYPES, torch.bfloat16, tl.float32)
 
 
-def laid_out(batch: int, heads: int, length: int, size: int) -> torch.Tensor:
+def random_heads(batch: int, heads: int, length: int, size: int) -> torch.Tensor:
     """Random heads (batch, heads, length, size), contiguous per head or per token, or with strided features."""
     dims = random.choice(((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims))
     return whole.permute(*(dims.index(i) for i in range(4)))
 
 
-def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
+def check_random_shape(kind: str, dtype: torch.dtype) -> None:
     make, groups, size = MASKS[kind], random.randint(1, 4), random.choice((1, 2, 3, 17))
     sizes = (random.randint(1, 3), 1, random.choice((1, 15, 16, 32, 33, random.randint(1, 120))))
     features, of_values = random.choice(((4, 4), (16, 16), (20, 6)))
-    q = laid_out(sizes[0], groups * size, 1, features).to(dtype)
-    k, v = (laid_out(sizes[0], groups, sizes[2], of_side).to(dtype) for of_side in (features, of_values))
+    q = random_heads(sizes[0], groups * size, 1, features).to(dtype)
+    k, v = (random_heads(sizes[0], groups, sizes[2], of_side).to(dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
     result = decode_selected(q, k, v, chosen, mask, SCALING)
     assert result.dtype == dtype
@@ -58,17 +58,17 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
+def test_random_shapes_equal_plain_attention(kind: str, dtype: torch.dtype) -> None:
     """28 random shapes for each of 6 masks and 3 dtypes."""
     for seed in range(28):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
-        check_a_random_shape(kind, dtype)
+        check_random_shape(kind, dtype)
 
 
 @pytest.mark.parametrize("head", range(4))
-def test_what_is_not_needed_is_not_read(head: int) -> None:
-    """Keys and values of other heads and masked keys are not read: they are NaN and would spoil every sum."""
+def test_masked_and_unselected_keys_are_not_read(head: int) -> None:
+    """Keys and values of other heads and masked keys are NaN and would spoil every sum."""
     q, (k, v) = torch.randn(2, 8, 1, 4), (torch.full((2, 4, 70, 4), torch.nan) for _ in range(2))
     k[0, head, :50], v[0, head, :50] = torch.randn(2, 50, 4)
     chosen, mask = torch.zeros(2, 1, 8, dtype=torch.bool), (torch.arange(70) < 50)[None, None]
@@ -80,7 +80,7 @@ def test_what_is_not_needed_is_not_read(head: int) -> None:
 
 
 @pytest.fixture
-def key_counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kernel_key_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Use the kernel as on a GPU, for any number of keys; the list receives the number of keys of each call."""
     key_counts: list[int] = []
 
@@ -94,7 +94,7 @@ def key_counts_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @torch.no_grad()
-def test_eligible_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_eligible_only_for_supported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     query, mask = torch.zeros(1, 4, 1, 8).bfloat16(), torch.ones(1, 1, 1, 50, dtype=torch.bool)
     assert not mixture_eligible(query, mask, 0.0)  # on a CPU
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
@@ -108,18 +108,18 @@ def test_eligible_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
-def test_model(changes: dict[str, Any], key_counts_of_calls: list[int]) -> None:
+def test_token_by_token_decoding_equals_full_forward(changes: dict[str, Any], kernel_key_counts: list[int]) -> None:
     """Decoding token by token after a prompt gives the same logits as one pass over the whole sequence."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", num_key_value_heads=4, **changes)
     ids = tokens(2, 16)
     result = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
-    assert len(key_counts_of_calls) == 12
+    assert len(kernel_key_counts) == 12
     torch.testing.assert_close(result, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.compile
 @torch.no_grad()
-def test_a_compiled_token_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_decoding_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     q, k, v, gates = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, 5000, 8), (torch.rand(1, 1, 4) < 0.5).float()
     layer = SimpleNamespace(is_causal=True)

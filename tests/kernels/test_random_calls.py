@@ -27,7 +27,7 @@ KERNELS = (
 MECHANISMS = ("mixture", "mixture-token", "talking")
 
 
-def scaled_and_recorded(
+def scaled_kernel(
     kernel: Callable[..., torch.Tensor], name: str, names: list[str], factor: float
 ) -> Callable[..., torch.Tensor]:
     """The kernel with its output multiplied by `factor`; each call appends `name` to `names`."""
@@ -50,10 +50,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("factor", (1.0, 1.03))
-def test_right_kernels_agree_and_wrong_ones_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_passes_correct_kernels_and_fails_scaled_ones(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, scaled_and_recorded(getattr(module, name), name, names, factor))
+        monkeypatch.setattr(module, name, scaled_kernel(getattr(module, name), name, names, factor))
     cases = [(mechanism, dtype) for mechanism in MAKERS for dtype in TOLERANCES]
     failed = {case for case in cases if not check(*case, "cpu", 24, 4)[1]}
     assert failed == (set() if factor == 1 else {case for case in cases if case[0] in MECHANISMS})

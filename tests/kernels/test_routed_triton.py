@@ -41,20 +41,20 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TILES = (Tile(16, 16, 1), Tile(4, 16, 1), Tile(16, 4, 1))
 
 
-def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def random_heads(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Random heads (batch, heads, length, size), laid out like a projection, per head, or with strided features."""
     dims = random.choice(((0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims)).to(dtype)
     return whole.permute(*(dims.index(i) for i in range(4))).requires_grad_()
 
 
-def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
+def check_random_shape(kind: str, dtype: torch.dtype) -> None:
     make, groups, size = MASKS[kind], random.randint(1, 2), random.randint(1, 3)
     queries = random.choice((1, 2, 16, 17, random.randint(1, 40)))
     sizes = (random.randint(1, 2), queries, queries + (0 if kind == "causal" else random.choice((0, 0, 5))))
     features, of_values = random.choice(((4, 4), (16, 16), (20, 6)))
-    q = heads_of(sizes[0], groups * size, queries, features, dtype)
-    k, v = (heads_of(sizes[0], groups, sizes[2], of_side, dtype) for of_side in (features, of_values))
+    q = random_heads(sizes[0], groups * size, queries, features, dtype)
+    k, v = (random_heads(sizes[0], groups, sizes[2], of_side, dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
     result = attend_selected(q, k, v, chosen, mask, SCALING, kind != "all")
     check(result, [q, k, v], chosen, allowed_keys(kind, sizes, mask), TOLERANCES[dtype])
@@ -70,16 +70,16 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MASKS)
-def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
+def test_random_shapes_equal_plain_attention(kind: str, dtype: torch.dtype) -> None:
     """24 random shapes for each of 7 masks and 3 dtypes."""
     for seed in range(24):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
-        check_a_random_shape(kind, dtype)
+        check_random_shape(kind, dtype)
 
 
 @pytest.mark.parametrize("chosen", (False, True))
-def test_nothing_and_everything(chosen: bool) -> None:
+def test_selecting_no_head_or_all_heads_equals_plain_attention(chosen: bool) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
     routed = torch.full((1, 40, 2), chosen)
     result = attend_selected(q, k, v, routed, None, SCALING, True)
@@ -87,15 +87,15 @@ def test_nothing_and_everything(chosen: bool) -> None:
     check(result, [q, k, v], routed, lower((1, 40, 40)), TOLERANCES[q.dtype])
 
 
-def test_a_mask_of_one_sequence_holds_for_all() -> None:
+def test_mask_of_one_sequence_applies_to_whole_batch() -> None:
     q, k, v = (torch.randn(3, 2, 20, 8, requires_grad=True) for _ in range(3))
     mask, chosen = window((1, 20, 20)), routes((3, 20, 20), 2)
     result = attend_selected(q, k, v, chosen, mask, SCALING, True)
     check(result, [q, k, v], chosen, mask.expand(3, -1, -1), TOLERANCES[q.dtype])
 
 
-def test_keys_that_no_query_sees_are_not_read() -> None:
-    """Masked keys and values are not read: they are NaN and would spoil every sum."""
+def test_masked_keys_are_not_read() -> None:
+    """Masked keys and values are NaN and would spoil every sum."""
     q, k, v = (torch.randn(1, 1, 64, 16) for _ in range(3))
     mask, chosen = lower((1, 64, 64)) & (torch.arange(64) >= 32), torch.ones(1, 64, 1, dtype=torch.bool)
     k[:, :, :32] = v[:, :, :32] = torch.nan
@@ -124,7 +124,7 @@ def query_shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize("padding", ((0, 2), None))
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", MIXTURES)
-def test_layer(
+def test_layer_follows_the_oracle(
     case: str, heads: tuple[int, int], padding: tuple[int, int] | None, query_shapes: list[torch.Size]
 ) -> None:
     """A layer agrees with the oracle, with a mask and without."""
@@ -135,7 +135,7 @@ def test_layer(
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_model(kind: str, query_shapes: list[torch.Size]) -> None:
+def test_model_equals_sdpa(kind: str, query_shapes: list[torch.Size]) -> None:
     """A whole model with masks made by transformers; one layer has a sliding window."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", **WINDOW)
     result = logits_and_gradients(model, kind)
@@ -146,7 +146,7 @@ def test_model(kind: str, query_shapes: list[torch.Size]) -> None:
     assert len(query_shapes) == 2
 
 
-def test_a_prompt_in_parts(query_shapes: list[torch.Size]) -> None:
+def test_chunked_prefill_gives_the_same_logits(query_shapes: list[torch.Size]) -> None:
     model, ids = mixed_model("Llama", SKIPPING, "crosshead_mixture_triton"), tokens(2, 12)
     result = logits_in_parts(model, ids, (5, 6, 1))
     torch.testing.assert_close(result, model(ids).logits, rtol=1e-4, atol=1e-5)
@@ -154,7 +154,7 @@ def test_a_prompt_in_parts(query_shapes: list[torch.Size]) -> None:
 
 
 @pytest.mark.usefixtures("query_shapes")
-def test_autocast_gives_its_dtype() -> None:
+def test_output_has_autocast_dtype() -> None:
     q, k, v = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8).bfloat16()
     chosen = torch.ones(1, 20, 2, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16):
@@ -164,7 +164,7 @@ def test_autocast_gives_its_dtype() -> None:
 
 
 @pytest.mark.compile
-def test_a_compiled_step_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_training_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     model = mixed_model("Llama", SKIPPING, "crosshead_mixture_triton").train()
     ids, parameters = tokens(), [*model.parameters()]

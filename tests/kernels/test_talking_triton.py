@@ -29,7 +29,7 @@ RANGES = Ranges(
 TALKING = {name: mixers for name, mixers in OPTION_CASES.items() if "talking" in mixers}
 
 
-def parts_of(call: TalkingCall) -> list[Any]:
+def call_arguments(call: TalkingCall) -> list[Any]:
     """The fields of a call, as arguments of `talking_blocks`."""
     return [getattr(call, part.name) for part in fields(call)]
 
@@ -60,7 +60,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
 
 
 @pytest.mark.parametrize("first", range(0, 500, 50))
-def test_random_calls_agree_with_the_plain_computation(first: int, kernel_calls: list[TalkingCall]) -> None:
+def test_random_calls_equal_plain_computation(first: int, kernel_calls: list[TalkingCall]) -> None:
     """Outputs and gradients agree for 50 random calls."""
     for seed in range(first, first + 50):
         Drawn(seed, RANGES).agrees(torch.float32, 3e-5)
@@ -69,7 +69,7 @@ def test_random_calls_agree_with_the_plain_computation(first: int, kernel_calls:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("seed", range(1000, 1012))
-def test_half_precision_is_as_near_as_the_plain_computation(
+def test_half_precision_is_as_accurate_as_plain_computation(
     seed: int, dtype: torch.dtype, kernel_calls: list[TalkingCall]
 ) -> None:
     Drawn(seed, RANGES).is_as_near(dtype)
@@ -77,21 +77,21 @@ def test_half_precision_is_as_near_as_the_plain_computation(
 
 
 @pytest.mark.parametrize("heads", (16, 17, 32))
-def test_many_heads(heads: int, kernel_calls: list[TalkingCall]) -> None:
+def test_many_heads_equal_blockwise_attention(heads: int, kernel_calls: list[TalkingCall]) -> None:
     query, key, value = (torch.randn(1, heads, 20, 4) for _ in range(3))
     maps = torch.randn(2, 1, 1, heads, heads) / heads**0.5
     call = TalkingCall(query, key, value, maps[0], None, maps[1], None, None, 0.5, True)
-    torch.testing.assert_close(attend_in_tiles(call), talking_blocks(*parts_of(call)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend_in_tiles(call), talking_blocks(*call_arguments(call)), rtol=1e-4, atol=1e-5)
 
 
-def test_too_many_heads_are_left_to_the_blocks() -> None:
+def test_kernel_fits_at_most_32_heads() -> None:
     for heads, fit in ((32, True), (33, False)):
         query, maps = torch.zeros(1, heads, 4, 4).bfloat16(), torch.zeros(1, 1, heads, heads)
         assert fits(TalkingCall(query, query, query, maps, None, maps, None, None, 0.5, True)) is fit
 
 
-def test_keys_that_no_query_sees_are_not_read() -> None:
-    """Masked keys and values are not read: they are NaN and would spoil every sum."""
+def test_masked_keys_are_not_read() -> None:
+    """Masked keys and values are NaN and would spoil every sum."""
     query, key, value = (torch.randn(1, 2, 64, 16) for _ in range(3))
     key[:, :, :32] = value[:, :, :32] = torch.nan
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() & (torch.arange(64) >= 32)
@@ -99,13 +99,13 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     of_maps = (maps[0], None, maps[1], None)
     result = attend_in_tiles(TalkingCall(query[:, :, 32:], key, value, *of_maps, mask[:, :, 32:], 0.5, True))
     alone = TalkingCall(*(x[:, :, 32:] for x in (query, key, value)), *of_maps, None, 0.5, True)
-    torch.testing.assert_close(result, talking_blocks(*parts_of(alone)))
+    torch.testing.assert_close(result, talking_blocks(*call_arguments(alone)))
 
 
 @pytest.mark.parametrize("padding", ((0, 2), None))
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", TALKING)
-def test_layer(
+def test_layer_follows_the_oracle(
     case: str, heads: tuple[int, int], padding: tuple[int, int] | None, kernel_calls: list[TalkingCall]
 ) -> None:
     """A layer agrees with the oracle, with a mask and without."""
@@ -114,7 +114,7 @@ def test_layer(
 
 
 @pytest.mark.compile
-def test_a_compiled_step_keeps_one_graph(kernel_calls: list[TalkingCall]) -> None:
+def test_compiled_training_step_is_one_graph(kernel_calls: list[TalkingCall]) -> None:
     model = mixed_model("Llama", {"talking": {}}, "crosshead_talking_triton").train()
     ids, parameters = tokens(), [*model.parameters()]
     expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, parameters)
