@@ -20,27 +20,27 @@ CONFIG = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4b
 PROJECTIONS = [f"self_attn.{side}_proj" for side in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def loaded(folder: Path, **options: Any) -> Any:
+def load_model(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
 
 
 @pytest.fixture
-def folder(case: str, tmp_path: Path) -> Path:
+def model_folder(case: str, tmp_path: Path) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # whole blocks of 64 weights
     mixed_model("Llama", CASES[case], **sizes).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def small(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def four_bit_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Name -> module of the layers with 4-bit weights."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)}
 
 
 @torch.no_grad()
-def test_four_bit_weights(case: str, folder: Path, tmp_path: Path) -> None:
-    model, expected = loaded(folder, quantization_config=CONFIG), loaded(folder)
+def test_only_projections_get_four_bit_weights(case: str, model_folder: Path, tmp_path: Path) -> None:
+    model, expected = load_model(model_folder, quantization_config=CONFIG), load_model(model_folder)
     model.save_pretrained(tmp_path / "small")  # before a forward pass, which repacks the weights on a CPU
-    layers = small(model)
+    layers = four_bit_layers(model)
     assert set(layers) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in PROJECTIONS}
     for name, parameter in expected.named_parameters():
         weight = model.get_parameter(name)
@@ -54,12 +54,12 @@ def test_four_bit_weights(case: str, folder: Path, tmp_path: Path) -> None:
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     written = model.generate(tokens(), **options)
     assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
-    torch.testing.assert_close(loaded(tmp_path / "small")(tokens()).logits, logits)
+    torch.testing.assert_close(load_model(tmp_path / "small")(tokens()).logits, logits)
 
 
-def test_lora_beside_a_mechanism_trained_in_full(case: str, folder: Path) -> None:
+def test_qlora_trains_only_lora_and_mechanism_parameters(case: str, model_folder: Path) -> None:
     """Parameters of the mechanism and of LoRA are trained; 4-bit weights and all others do not change."""
-    model = prepare_model_for_kbit_training(loaded(folder, quantization_config=CONFIG))
+    model = prepare_model_for_kbit_training(load_model(model_folder, quantization_config=CONFIG))
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
     adapted = get_peft_model(model, lora).train()
     parameters = dict(adapted.named_parameters())

@@ -35,7 +35,7 @@ print(made(sys.argv[2], max_new_tokens=6, do_sample=False, return_full_text=Fals
 
 
 @pytest.fixture
-def folder(case, tmp_path):
+def model_folder(case, tmp_path):
     """The folder of a saved model of one case, with a tokenizer and a chat template."""
     made = tmp_path / "model"
     tokenizer = character_tokenizer()
@@ -46,7 +46,7 @@ def folder(case, tmp_path):
 
 
 @torch.no_grad()
-def continued(folder, prompt):
+def greedy_continuation(folder, prompt):
     """The greedy continuation by the model in a folder, with one full forward pass per token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -57,55 +57,57 @@ def continued(folder, prompt):
     return tokenizer.decode(ids[0, begun:])
 
 
-def bare(text):
+def without_whitespace(text):
     """The text without white space, because decoding functions and versions of transformers set it differently."""
     return "".join(text.split())
 
 
 @for_one_case
-def test_a_pipeline_writes_and_answers(folder):
-    made = pipeline("text-generation", str(folder))
+def test_pipeline_text_and_chat_equal_greedy_decoding(model_folder):
+    made = pipeline("text-generation", str(model_folder))
     prompts = [PROMPT, "one, two, three and"]  # together, so one of them is padded
     made.tokenizer.padding_side = "left"
     answers = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
     for prompt, (answer,) in zip(prompts, answers, strict=True):
-        assert bare(answer["generated_text"]) == bare(continued(folder, prompt))
+        assert without_whitespace(answer["generated_text"]) == without_whitespace(
+            greedy_continuation(model_folder, prompt)
+        )
     conversation = "<system> be brief\n<user> how are you\n<assistant> "
     assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == conversation
     (answer,) = made(CHAT, **GREEDY)
     *before, reply = answer["generated_text"]
     assert before == CHAT and reply["role"] == "assistant"
-    assert bare(reply["content"]) == bare(continued(folder, conversation))
+    assert without_whitespace(reply["content"]) == without_whitespace(greedy_continuation(model_folder, conversation))
 
 
 @for_one_case
-def test_a_stream_gives_the_same_text_piece_by_piece(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_streamed_text_equals_greedy_decoding(model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
     stream = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=300)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     thread = Thread(target=model.generate, kwargs={**inputs, **GREEDY, "streamer": stream})
     thread.start()
     pieces = list(stream)
     thread.join()
-    assert bare("".join(pieces)) == bare(continued(folder, PROMPT))
+    assert without_whitespace("".join(pieces)) == without_whitespace(greedy_continuation(model_folder, PROMPT))
     assert len([piece for piece in pieces if piece]) > 1
 
 
 @for_one_case
 @torch.no_grad()
-def test_device_maps(folder, tmp_path):
+def test_device_maps_and_disk_offload_give_the_same_logits(model_folder, tmp_path):
     """`auto` places the model on one device; if memory is too small, whole layers are offloaded to disk."""
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    inputs = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    inputs = AutoTokenizer.from_pretrained(model_folder)(PROMPT, return_tensors="pt").input_ids
     expected = plain(inputs).logits
     for device_map in ("auto", "cpu"):
-        model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map)
+        model = AutoModelForCausalLM.from_pretrained(model_folder, device_map=device_map)
         torch.testing.assert_close(model(inputs.to(model.device)).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
     layer = sum(parameter.nbytes for parameter in plain.model.layers[0].parameters())
     room = sum(parameter.nbytes for parameter in plain.parameters()) - layer
     options = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": tmp_path}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **options)
     assert {"cpu", "disk"} == set(map(str, model.hf_device_map.values()))
     assert not any(".self_attn" in name for name in model.hf_device_map)
     torch.testing.assert_close(model(inputs).logits, expected, rtol=1e-4, atol=1e-4)
@@ -113,13 +115,13 @@ def test_device_maps(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["knocking+mixture"])
-def test_a_pipeline_where_crosshead_is_not(folder, tmp_path):
+def test_pipeline_works_without_crosshead_installed(model_folder, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(ELSEWHERE)
     python = linked_environment(tmp_path / "env", ["torch", "transformers", "accelerate"])
-    arguments = ["-P", str(tmp_path / "script.py"), str(folder), PROMPT]
+    arguments = ["-P", str(tmp_path / "script.py"), str(model_folder), PROMPT]
     done = subprocess.run(
         [str(python), *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert bare(done.stdout) == bare(continued(folder, PROMPT))
+    assert without_whitespace(done.stdout) == without_whitespace(greedy_continuation(model_folder, PROMPT))

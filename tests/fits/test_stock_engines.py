@@ -51,22 +51,22 @@ FORMS = [
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def form(request):
+def backbone_and_sharding(request):
     """A backbone, and a key of DIVISIONS."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def backbone(form):
-    return form[0]
+def backbone(backbone_and_sharding):
+    return backbone_and_sharding[0]
 
 
 @pytest.fixture(scope="module")
-def folders(form, tmp_path_factory):
+def model_folders(backbone_and_sharding, tmp_path_factory):
     """Folders of a stock model with all usual files, of a crosshead model trained from it, and of its folded copy."""
     parent = tmp_path_factory.mktemp("models")
     source, trained, folded = (parent / name for name in ("source", "trained", "folded"))
-    backbone, division = form
+    backbone, division = backbone_and_sharding
     write_stock(source, backbone, DIVISIONS[division])
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
     (source / "chat_template.jinja").write_text("{{ messages }}\n")
@@ -82,8 +82,8 @@ def folders(form, tmp_path_factory):
     return source, trained, folded
 
 
-def test_its_files_are_those_of_a_stock_checkpoint(folders):
-    source, trained, folded = folders
+def test_folded_files_match_stock_checkpoint(model_folders):
+    source, trained, folded = model_folders
     files = {file.name: file for file in source.iterdir()}
     assert {file.name for file in folded.iterdir()} == files.keys()
     changed = 0
@@ -102,8 +102,8 @@ def test_its_files_are_those_of_a_stock_checkpoint(folders):
     assert any(word in file.read_bytes() for file in trained.iterdir() for word in OURS)
 
 
-def test_its_config_says_what_the_stock_one_says(backbone, folders):
-    source, _, folded = folders
+def test_folded_config_equals_stock_config(backbone, model_folders):
+    source, _, folded = model_folders
     config, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
     assert config == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
     read, stock = (AutoConfig.from_pretrained(folder) for folder in (folded, source))
@@ -112,8 +112,8 @@ def test_its_config_says_what_the_stock_one_says(backbone, folders):
 
 
 @torch.no_grad()
-def test_the_stock_class_loads_it_whole(backbone, folders):
-    _, trained, folded = folders
+def test_stock_class_loads_folded_model_with_same_logits(backbone, model_folders):
+    _, trained, folded = model_folders
     loaded, report = STOCK[backbone][1].from_pretrained(folded, output_loading_info=True, attn_implementation="eager")
     assert not any(report.values())
     expected = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager")(tokens()).logits
@@ -121,8 +121,8 @@ def test_the_stock_class_loads_it_whole(backbone, folders):
     assert type(AutoModelForCausalLM.from_pretrained(folded)) is type(loaded)
 
 
-def test_llama_cpp_knows_every_tensor(backbone, folders):
-    _, trained, folded = folders
+def test_llama_cpp_maps_every_folded_tensor_name(backbone, model_folders):
+    _, trained, folded = model_folders
     known_names = gguf_names(backbone, stored_names(folded))
     assert None not in known_names.values()
     assert len(set(known_names.values())) == len(known_names)

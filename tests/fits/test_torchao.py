@@ -14,22 +14,22 @@ pytestmark = pytest.mark.slow
 PROJECTIONS = [f"self_attn.{side}_proj" for side in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def loaded(folder, **options):
+def load_model(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
 
 
 @pytest.fixture
-def folder(case, tmp_path):
+def model_folder(case, tmp_path):
     mixed_model("Llama", CASES[case]).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_eight_bit_weights(case, folder, tmp_path):
-    plain = loaded(folder)
+def test_only_projections_get_eight_bit_weights(case, model_folder, tmp_path):
+    plain = load_model(model_folder)
     config = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-    model = loaded(folder, quantization_config=config, device_map="cpu")
+    model = load_model(model_folder, quantization_config=config, device_map="cpu")
     small = {name for name, parameter in model.named_parameters() if type(parameter) is not torch.nn.Parameter}
     assert small == {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in PROJECTIONS}
     stored = dict(plain.named_parameters())
@@ -41,4 +41,4 @@ def test_eight_bit_weights(case, folder, tmp_path):
     written = model.generate(tokens(), **options)
     assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
     model.save_pretrained(tmp_path / "small")
-    assert torch.equal(loaded(tmp_path / "small")(tokens()).logits, logits)
+    assert torch.equal(load_model(tmp_path / "small")(tokens()).logits, logits)

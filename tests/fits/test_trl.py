@@ -29,7 +29,7 @@ class BalancedTrainer(trl.SFTTrainer):
 
 
 @pytest.fixture(autouse=True)
-def quiet():
+def _without_progress_bars():
     """Disable progress bars."""
     datasets.disable_progress_bars()
     disable_progress_bar()
@@ -38,7 +38,7 @@ def quiet():
     enable_progress_bar()
 
 
-def chats():
+def chat_dataset():
     """Conversations of different lengths; two or more fit into a sequence of 128 tokens."""
     texts = [f"what is {index} {'and ' * (index % 3)}{index + 1}" for index in range(ROWS)]
     messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in texts]
@@ -54,18 +54,18 @@ def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config
     small |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     small |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     arguments = trl.SFTConfig(output_dir=str(folder), **(small | options))
-    common = {"train_dataset": chats(), "processing_class": tokenizer, "peft_config": peft_config}
+    common = {"train_dataset": chat_dataset(), "processing_class": tokenizer, "peft_config": peft_config}
     return kind(model=model, args=arguments, **common)
 
 
-def losses(trainer: Any) -> list[float]:
+def train_losses(trainer: Any) -> list[float]:
     """Train, and return the loss of every step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @torch.no_grad()
-def by_hand(model: Any, rows: Any) -> float:
+def reference_cross_entropy(model: Any, rows: Any) -> float:
     """The mean cross-entropy per predicted token of all conversations, computed one by one."""
     total, predicted = 0.0, 0
     for row in rows:
@@ -77,7 +77,7 @@ def by_hand(model: Any, rows: Any) -> float:
 
 
 @for_one_case
-def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
+def test_sft_lowers_loss_with_and_without_packing(case, tmp_path, capfd):
     losses_by_packing = {}
     for packing in (False, True):
         model = mixed_model("Llama", CASES[case]).train()
@@ -85,8 +85,8 @@ def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
         trainer = trainer_for(model, tmp_path, packing=packing)
         assert len(trainer.train_dataset) == ROWS if not packing else len(trainer.train_dataset) <= ROWS // 2
         if not packing:
-            expected = by_hand(model, trainer.train_dataset)
-        losses_by_packing[packing] = losses(trainer)
+            expected = reference_cross_entropy(model, trainer.train_dataset)
+        losses_by_packing[packing] = train_losses(trainer)
         for name, parameter in model.named_parameters():
             assert not torch.equal(parameter, before[name]), name
     for steps in losses_by_packing.values():
@@ -99,14 +99,14 @@ def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
 
 @pytest.mark.parametrize("backbone", first(("Llama", "Qwen3Moe")))
 @pytest.mark.parametrize("options", first([{"per_device_train_batch_size": 2}, {"packing": True}, {}]), ids=str)
-def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, options, tmp_path, capfd):
+def test_balance_loss_is_included_only_with_the_model_loss(backbone, options, tmp_path, capfd):
     options = options | {"gradient_accumulation_steps": ROWS // options.get("per_device_train_batch_size", ROWS)}
     first_losses = {}
     for weight in (0.0, BALANCE_WEIGHT):
         for kind in (trl.SFTTrainer, BalancedTrainer):
             mixers = {"mixture": CASES["mixture"]["mixture"] | {"balance_weight": weight}}
             model = mixed_model(backbone, mixers).train()
-            first_losses[weight, kind], *_ = losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
+            first_losses[weight, kind], *_ = train_losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
     own = first_losses[0.0, trl.SFTTrainer]
     assert first_losses[0.0, BalancedTrainer] == pytest.approx(own, rel=1e-5)  # the experts' balance loss is in both
     assert first_losses[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer ignores it
@@ -115,10 +115,10 @@ def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, op
 
 
 @for_one_case
-def test_adapters(case, tmp_path, capfd):
+def test_sft_adapter_trains_saves_loads_and_merges(case, tmp_path, capfd):
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
     trainer = trainer_for(mixed_model("Llama", CASES[case]), tmp_path, peft_config=lora)
-    trained = losses(trainer)
+    trained = train_losses(trainer)
     assert trained[0] > trained[-1]
     trainer.save_model(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(mixed_model("Llama", CASES[case]), tmp_path / "adapter").eval()
