@@ -69,7 +69,7 @@ TEXTS = [[1, 504, 3388, 11441, 281, 260, 6326], [1, 2427, 8167, 359], [1, *range
 pytestmark = pytest.mark.slow
 
 
-def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
+def write_folded_model(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
     """Write a model with random weights and fold it; return the model, the folded folder, and the report."""
     backbone, heads, mixers = VLLM_CASES[name]
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def check(model: Any, result: dict[str, Any], report: dict[str, Any]) -> None:
+def check_engine_result(model: Any, result: dict[str, Any], report: dict[str, Any]) -> None:
     """Assert that tokens and log-probabilities of an engine equal the model's, and its cache size the report's."""
     for prompt, tokens, logprobs in zip(PROMPTS, result["tokens"], result["logprobs"], strict=True):
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -125,28 +125,28 @@ def check_smollm2(result: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
 @pytest.mark.parametrize("name", VLLM_CASES)
-def test_vllm(name: str, tmp_path: Path) -> None:
-    model, folded, report = write(name, tmp_path)
-    check(model, run_engine("vllm", folded, PROMPTS, FLOAT32, VLLM), report)
+def test_vllm_gives_same_tokens_and_logprobs(name: str, tmp_path: Path) -> None:
+    model, folded, report = write_folded_model(name, tmp_path)
+    check_engine_result(model, run_engine("vllm", folded, PROMPTS, FLOAT32, VLLM), report)
 
 
 @pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
 @pytest.mark.parametrize("name", CASES)
-def test_llama_cpp(name: str, tmp_path: Path) -> None:
-    model, folded, report = write(name, tmp_path)
+def test_llama_cpp_gives_same_tokens_and_logprobs(name: str, tmp_path: Path) -> None:
+    model, folded, report = write_folded_model(name, tmp_path)
     crosshead.fold(folded, tmp_path / "model.gguf")
     result = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
-    check(model, result, report)
+    check_engine_result(model, result, report)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
-def test_smollm2_in_vllm(smollm2: tuple[Path, Path]) -> None:
+def test_smollm2_in_vllm_gives_same_tokens_and_logprobs(smollm2: tuple[Path, Path]) -> None:
     model, folded = smollm2
     check_smollm2(run_engine("vllm", folded, TEXTS, FLOAT32, VLLM), model)
 
 
 @pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
-def test_smollm2_in_llama_cpp(smollm2: tuple[Path, Path], tmp_path: Path) -> None:
+def test_smollm2_in_llama_cpp_gives_same_tokens_and_logprobs(smollm2: tuple[Path, Path], tmp_path: Path) -> None:
     model, folded = smollm2
     crosshead.fold(folded, tmp_path / "model.gguf", type="f32", verify=False)
     check_smollm2(run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, FLOAT32, LLAMA_CPP), model)

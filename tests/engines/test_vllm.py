@@ -22,7 +22,7 @@ pytestmark = [
 RUNS = [(name, mode, 1) for name in CASES for mode in ("eager", "compiled")] + [(name, "eager", 2) for name in SPLIT]
 
 
-def run(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[str]:
+def run_vllm_worker(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[str]:
     """Run vllm_worker.py in vLLM's environment, outside the repository and without crosshead."""
     worker = Path(__file__).with_name("vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -37,9 +37,9 @@ def run(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(("name", "mode", "processes"), RUNS, ids=lambda value: str(value))
-def test_same_tokens_and_probabilities(name: str, mode: str, processes: int, tmp_path: Path) -> None:
+def test_vllm_gives_same_tokens_and_logprobs(name: str, mode: str, processes: int, tmp_path: Path) -> None:
     write_model(name, tmp_path / name)
-    done = run(tmp_path / name, mode, processes)
+    done = run_vllm_worker(tmp_path / name, mode, processes)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     results: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
@@ -49,9 +49,9 @@ def test_same_tokens_and_probabilities(name: str, mode: str, processes: int, tmp
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_mechanisms_are_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+def test_unsupported_mechanisms_are_refused(name: str, tmp_path: Path) -> None:
     write_model(name, tmp_path / name)
     (tmp_path / name / "expected.json").write_text(json.dumps([{"prompt": [1, 2], "tokens": [3]}]))
-    done = run(tmp_path / name, "eager", 1)
+    done = run_vllm_worker(tmp_path / name, "eager", 1)
     assert done.returncode != 0
     assert re.search(f"attn_implementation='vllm' is not allowed: .*'{name}'", done.stdout + done.stderr)

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
+def test_vllm_scores_equal_transformers_scores(tmp_path: Path) -> None:
     """A folded model runs in vLLM's own Llama class, and the unfolded model with remote code."""
     model, folded = tmp_path / "model", tmp_path / "folded"
     write_scorable(toys.mixed_model("Llama", MIXERS, max_position_embeddings=1024, **SIZES), model)
