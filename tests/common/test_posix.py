@@ -5,7 +5,7 @@ import pytest
 from crosshead.common.posix import lock_file
 
 
-def test_one_holder_at_a_time(tmp_path):
+def test_lock_file_has_one_holder_at_a_time(tmp_path):
     path = tmp_path / "lock"
     with path.open("a") as first, path.open("a") as second:
         assert lock_file(first, tmp_path)
@@ -16,7 +16,7 @@ def test_one_holder_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("number", [22, 37, 38, 95], ids=["EINVAL", "ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def test_disk_without_locks(tmp_path, monkeypatch, caplog, number):
+def test_lock_on_unsupported_filesystem_warns(tmp_path, monkeypatch, caplog, number):
     def refused(*_):
         raise OSError(number, "no locks here")
 

@@ -5,28 +5,28 @@ import pytest
 from crosshead.common.yaml_text import parse_yaml, typed
 
 
-def test_scalars_stay_text():
+def test_parse_yaml_keeps_scalars_as_text():
     assert parse_yaml("{on: [yes, 1e-5], 1: null}") == {"on": ["yes", "1e-5"], "1": "null"}
 
 
-def test_types_are_read_from_text():
+def test_typed_converts_text_scalars():
     content = parse_yaml("{on: True, a: [1e-5, 1_000, '7', ~, 1e999, text], b: {c: no}}")
     assert typed(content) == {"on": True, "a": [1e-5, 1000, 7, None, "1e999", "text"], "b": {"c": "no"}}
 
 
-def test_types_stay_as_they_are():
+def test_typed_keeps_converted_values():
     content = {"a": [1, 2.5, None, True, "text"]}
     assert typed(content) == content
 
 
-def test_places_of_one_anchor_are_independent():
+def test_anchor_aliases_are_independent():
     first, second = parse_yaml("[&one {a: b}, *one]")
     first["a"] = "c"
     assert second == {"a": "b"}
 
 
 @pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: [", "a: &a [*a]", "{a: b"])
-def test_invalid_text_is_an_error_in_one_line(text):
+def test_invalid_yaml_raises_one_line_error(text):
     with pytest.raises(ValueError, match="YAML") as caught:
         parse_yaml(text)
     assert "\n" not in str(caught.value)
