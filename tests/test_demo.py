@@ -1,7 +1,9 @@
 import json
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 import zipfile
 from contextlib import nullcontext
 from pydoc_data.topics import topics
@@ -222,8 +224,13 @@ def test_missing_package_error_names_the_demo_extra(run_cli, monkeypatch, tmp_pa
     assert err == "crosshead: error: the demo needs no_such_package: pip install 'crosshead[demo]'\n"
 
 
-def test_constraints_list_every_needed_package():
+def test_constraints_and_demo_extra_list_every_needed_package():
     assert all(any(name in line for line in (ROOT / "constraints.txt").read_text().lower().split()) for name in NEEDED)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    included = re.search(r"crosshead\[(.*)\]", extras["demo"][0])[1].split(",")
+    listed = " ".join([*project["dependencies"], *(line for extra in included for line in extras[extra])]).lower()
+    assert all(name in listed for name in NEEDED)
 
 
 def stopped(folder, at):

@@ -38,9 +38,9 @@ DAMAGES = {
     "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "50331648"),
     "cut in the header": (lambda raw: raw[:500], "500 bytes"),
     "cut in the data": (lambda raw: raw[:-100], "tensor '.*' .*byte"),
-    "many tensors": (lambda raw: raw[:8] + struct.pack("<Q", 2**60) + raw[16:], "."),
-    "much metadata": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "."),
-    "long string": (replace_bytes(length_prefixed("tokenizer.ggml.pre")[:8], struct.pack("<Q", 2**62)), "."),
+    "many tensors": (lambda raw: raw[:8] + struct.pack("<Q", 2**60) + raw[16:], "tensor '' has 0 dim"),
+    "much metadata": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], r"string of \d+ bytes"),
+    "long string": (replace_bytes(length_prefixed("tokenizer.ggml.pre")[:8], struct.pack("<Q", 2**62)), str(2**62)),
     "not UTF-8": (replace_bytes(b"tokenizer.ggml.pre", b"tokenizer.ggml.pr\xff"), "UTF-8"),
     "unknown kind": (
         replace_bytes(

@@ -38,7 +38,7 @@ def toy_recipe(name: str, folder: Path, steps: int = 4, overrides: tuple[str, ..
     return replace(recipe, train=replace(recipe.train, **settings), checkpoints=replace(recipe.checkpoints, every=2))
 
 
-def objective_model_and_data(recipe):
+def objective_and_data(recipe):
     """Return the objective, the model at the start of a run, and the data."""
     objective = objective_of(recipe)
     inputs = objective.load_processor()
@@ -82,7 +82,7 @@ def test_eval_scores_equal_saved_model_on_held_out_images(finished_run):
     recipe, outcome = finished_run
     model = AutoModelForImageClassification.from_pretrained(outcome.model).eval()
     processor = AutoImageProcessor.from_pretrained(outcome.model)
-    (held_out,) = objective_model_and_data(recipe)[2].evaluation._samples.datasets
+    (held_out,) = objective_and_data(recipe)[2].evaluation._samples.datasets
     total, right = 0.0, 0
     for index in held_out.indices:
         path = Path(held_out.source.place(index))
@@ -97,7 +97,7 @@ def test_eval_scores_equal_saved_model_on_held_out_images(finished_run):
 
 def test_first_loss_is_soft_target_loss_plus_balance_loss(tmp_path):
     recipe = toy_recipe(TRANSNEXT, tmp_path, steps=2, overrides=(NO_DROP_PATH,))
-    objective, model, data = objective_model_and_data(recipe)
+    objective, model, data = objective_and_data(recipe)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     batch = objective.collator([samples[number] for number in range(recipe.batch_size)])
     expected = 0.0
@@ -135,9 +135,7 @@ def test_image_classifier_learns_toy_images(tmp_path):
     assert outcome.metrics["eval_accuracy"] > 0.9 and outcome.metrics["eval_loss"] < 0.3
 
 
-def write_continuation_recipe(
-    tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes
-) -> Path:
+def write_recipe(tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes) -> Path:
     """Write the recipe of a run that continues a model with three classes on data with four; return its path."""
     write_image_model(tmp_path / "model", task=task, **changes)
     write_toy_images(tmp_path / "images")
@@ -154,7 +152,7 @@ def write_continuation_recipe(
 
 
 def test_continued_model_gets_class_names_of_data(tmp_path):
-    outcome = train(load_recipe(write_continuation_recipe(tmp_path, num_labels=4)))
+    outcome = train(load_recipe(write_recipe(tmp_path, num_labels=4)))
     model = AutoModelForImageClassification.from_pretrained(outcome.model)
     assert list(model.config.id2label.values()) == CLASSES
 
@@ -162,9 +160,7 @@ def test_continued_model_gets_class_names_of_data(tmp_path):
 @pytest.mark.parametrize("names", [CLASSES[::-1], ["a", "b", "c", "d"]])
 def test_continued_model_keeps_numbers_of_known_classes(names, tmp_path):
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    _, model, data = objective_model_and_data(
-        load_recipe(write_continuation_recipe(tmp_path, num_labels=4, **classes))
-    )
+    _, model, data = objective_and_data(load_recipe(write_recipe(tmp_path, num_labels=4, **classes)))
     known = names if set(names) == set(CLASSES) else CLASSES
     assert [model.config.id2label[number] for number in range(4)] == known
     source = data.sources[0].source
@@ -182,7 +178,7 @@ def test_folders_named_by_class_numbers_get_class_names():
 
 def test_mismatched_number_of_classes_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"num_labels=3\b.*\b4\b"):
-        train(load_recipe(write_continuation_recipe(tmp_path)))
+        train(load_recipe(write_recipe(tmp_path)))
     scratch = toy_recipe(VIT, tmp_path / "scratch")
     config = scratch.model.config | {"num_labels": 5}
     with pytest.raises(RecipeError, match=r"model\.config\b.*num_labels=5\b.*\b4\b"):
@@ -197,12 +193,12 @@ def test_mismatched_number_of_classes_is_refused(tmp_path):
     ids=["other number of classes", "other classes", "none"],
 )
 def test_new_classifier_replaces_stored_one_and_keeps_backbone(task, number, tmp_path):
-    recipe = load_recipe(write_continuation_recipe(tmp_path, task, {"new_classifier": True}, num_labels=number))
-    _, model, _ = objective_model_and_data(recipe)
+    recipe = load_recipe(write_recipe(tmp_path, task, {"new_classifier": True}, num_labels=number))
+    _, model, _ = objective_and_data(recipe)
     source = AutoModel.from_pretrained(tmp_path / "model", add_pooling_layer=False)
     for name, part in source.named_parameters():
         assert torch.equal(part, model.vit.get_parameter(name)), name
-    assert torch.equal(model.classifier.weight, objective_model_and_data(recipe)[1].classifier.weight)  # from the seed
+    assert torch.equal(model.classifier.weight, objective_and_data(recipe)[1].classifier.weight)  # from the seed
     assert model.classifier.bias.eq(0).all() and 0 < model.classifier.weight.std() < 0.05
     finished = AutoModelForImageClassification.from_pretrained(train(recipe).model)
     assert list(finished.config.id2label.values()) == CLASSES
@@ -219,10 +215,10 @@ def test_dry_run_counts_new_classifier(tmp_path):
 
 
 def test_dry_run_counts_classes_of_data_for_new_classifier(tmp_path):
-    recipe = load_recipe(write_continuation_recipe(tmp_path, CLASSIFIER, {"new_classifier": True}, num_labels=7))
+    recipe = load_recipe(write_recipe(tmp_path, CLASSIFIER, {"new_classifier": True}, num_labels=7))
     report = dry_run(recipe, ONE_GPU)
     assert report["classes"] == len(CLASSES)
-    assert report["parameters"] == sum(part.numel() for part in objective_model_and_data(recipe)[1].parameters())
+    assert report["parameters"] == sum(part.numel() for part in objective_and_data(recipe)[1].parameters())
 
 
 def test_new_classifier_from_scratch_is_refused(tmp_path):
@@ -232,11 +228,11 @@ def test_new_classifier_from_scratch_is_refused(tmp_path):
 
 def test_model_without_classifier_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"model\.path=.*\b2\b.*classifier"):
-        train(load_recipe(write_continuation_recipe(tmp_path, "Model", num_labels=4)))
+        train(load_recipe(write_recipe(tmp_path, "Model", num_labels=4)))
 
 
 def test_mismatched_or_broken_image_processor_is_refused(tmp_path):
-    recipe = load_recipe(write_continuation_recipe(tmp_path, num_labels=4))
+    recipe = load_recipe(write_recipe(tmp_path, num_labels=4))
     path = tmp_path / "model" / "preprocessor_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError
@@ -141,7 +142,10 @@ def test_result_of_a_run_can_be_trained_further(tmp_path):
     outcome = train(toy_case("order", tmp_path, steps=1, train={"tokens": 256, "warmup": 0.0}))
     later = toy_case("order", tmp_path / "later", steps=1, train={"tokens": 256, "warmup": 0.0})
     model = replace(later.model, path=str(outcome.model), config=None)
-    assert train(replace(later, model=model)).step == 1
+    resumed = train(replace(later, model=model))
+    assert resumed.step == 1
+    first, second = (load_file(outcome / "model.safetensors") for outcome in (outcome.model, resumed.model))
+    assert all((first[name] - second[name]).abs().max() < 0.05 for name in first)  # a step is at most 0.01
 
 
 REFUSED = {

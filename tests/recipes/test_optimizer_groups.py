@@ -75,10 +75,10 @@ def test_norms_of_mechanisms_have_no_weight_decay():
     names = {parameter: name for name, parameter in model.named_parameters()}
     parts = [part for group in optimizer.param_groups for part in group["params"]]
     assert {names[part] for part in parts} == set(names.values()) and len(parts) == len(names)
-    for group in optimizer.param_groups:
-        for part in group["params"]:
-            if is_mechanism(names[part]):
-                assert group["weight_decay"] == (0.0 if "norm" in names[part] else 0.3), names[part]
+    decays = {names[part]: group["weight_decay"] for group in optimizer.param_groups for part in group["params"]}
+    mechanisms = {name: decay for name, decay in decays.items() if is_mechanism(name)}
+    assert mechanisms == {name: 0.0 if "norm" in name else 0.3 for name in mechanisms}
+    assert set(mechanisms.values()) == {0.0, 0.3}
 
 
 @pytest.mark.slow

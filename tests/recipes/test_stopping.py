@@ -152,17 +152,18 @@ def test_signal_during_process_sync_stops_at_next_step(monkeypatch):
             assert control.should_training_stop is stops
 
 
-def test_signal_listening_works_in_a_thread():
+def test_training_in_a_thread_leaves_signal_handlers():
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     done = []
 
     def listen():
         with StopOnSignal().listening():
-            done.append(True)
+            done.append((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
-    assert done
+    assert done == [handlers]
 
 
 @pytest.mark.distributed

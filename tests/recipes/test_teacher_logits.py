@@ -157,8 +157,10 @@ def test_saving_logits_with_weight_zero_is_refused(recipe, tmp_path):
 
 def test_saving_logits_into_existing_folder_is_refused(recipe, tmp_path):
     (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "a.txt").write_text("a")
     with pytest.raises(RecipeError, match="letters"):
         save_teacher(recipe, tmp_path / "letters")
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["a.txt"]
 
 
 def test_saving_logits_without_teacher_is_refused(tmp_path):
