@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,6 +19,7 @@ from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Param
 from crosshead.modeling.mechanisms.explicit import Explicit
 from crosshead.modeling.mechanisms.knocking import Knocking
 from crosshead.modeling.ops import inverse_rms
+from oracle_layers import Layer, additive
 from toys import CASES, MECHANISM_CASES, mixed_config, mixed_model, tokens
 
 MODELING = Path(crosshead.__file__).parents[1] / "modeling"
@@ -176,12 +178,24 @@ def test_bfloat16_gradients_of_knocking_are_accurate(start: str, limit: float) -
 @pytest.mark.parametrize("case", [case for case in MECHANISM_CASES if case != "talking"])
 def test_second_derivatives_are_computed(case: str) -> None:
     """Defect: second derivatives failed for the MLP of knocking and for norms."""
-    model = mixed_model("Llama", MECHANISM_CASES[case], "eager").double()
-    loss = model(tokens(), labels=tokens()).loss
-    parameters = [parameter for name, parameter in model.named_parameters() if ".mixers." in name]
-    grads = torch.autograd.grad(loss, parameters, create_graph=True)
-    again = torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), parameters, allow_unused=True)
-    assert any(grad is not None and grad.abs().max() > 0 for grad in again)
+    layer = Layer("Llama", MECHANISM_CASES[case], padding=(0, 0))
+    options = {"position_embeddings": (layer.cos, layer.sin), "attention_mask": additive(layer.allowed)}
+    weights = dict(layer.attention.named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for weight in weights.values()]
+
+    def gradients(step: float, create_graph: bool = False) -> tuple[torch.Tensor, ...]:
+        """Return the first derivatives where each weight is moved by `step` times its direction."""
+        moved = {name: weight + step * part for (name, weight), part in zip(weights.items(), direction, strict=True)}
+        output, _ = functional_call(layer.attention, moved, (layer.inputs,), options)
+        return torch.autograd.grad(output.pow(2).sum(), list(moved.values()), create_graph=create_graph)
+
+    products = torch.autograd.grad(gradients(0.0, create_graph=True), list(weights.values()), direction)
+    step = 3e-7
+    for name, ours, after, before in zip(weights, products, gradients(step), gradients(-step), strict=True):
+        assert (ours - (after - before) / (2 * step)).norm() < 1e-6 * (1 + ours.norm()), name
+        # The unit gate of the only selected head does not depend on its routing probability.
+        assert (ours.norm() > 1e-3) == (name != "mixers.mixture.routed.weight"), name
 
 
 def test_no_global_optimizer_hooks_are_registered() -> None:
