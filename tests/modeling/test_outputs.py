@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, Trainer, TrainingArguments
 
 import crosshead
+import oracle_routing
 from case_grids import for_each_case_and_backbone
 from tiers import grid
 from toys import BACKBONES, CASES, mixed_model, stock_model, tokens
@@ -56,6 +57,23 @@ def test_balance_loss_accepts_mask_with_past_and_refuses_longer_mask() -> None:
     longer = torch.cat([mask, torch.zeros(2, 11, dtype=torch.long)], dim=1)
     with pytest.raises(ValueError, match=r"attention_mask .*\(2, 20\).*\(2, 9\)"):
         model(ids, attention_mask=longer, labels=ids)
+
+
+@torch.no_grad()
+def test_balance_loss_with_past_excludes_left_padding() -> None:
+    """The second sequence has 3 tokens after 6 of padding, 2 of which follow the past."""
+    model, ids, mask = mixed_model("Llama", CASES["mixture"]), tokens(), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :6] = 0
+    past = model(ids[:, :4], attention_mask=mask[:, :4]).past_key_values
+    rest = model(ids[:, 4:], attention_mask=mask, past_key_values=past, output_head_router_scores=True)
+    long, short = (model(row[None], output_head_router_scores=True) for row in (ids[0], ids[1, 6:]))
+    scores = [
+        torch.cat([one[:, 4:], other], dim=1)
+        for one, other in zip(long.head_router_scores, short.head_router_scores, strict=True)
+    ]
+    selected = [torch.zeros_like(layer).scatter(-1, layer.topk(1).indices, 1.0) for layer in scores]
+    expected = oracle_routing.balance_loss(list(zip(scores, selected, strict=True)), torch.ones(1, 8))
+    torch.testing.assert_close(rest.balance_loss, expected)
 
 
 @pytest.mark.parametrize(("case", "backbone"), grid(("knocking", "mixture"), BACKBONES, strength=1))
