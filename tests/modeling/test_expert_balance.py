@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiers import grid
-from toys import CASES, mixed_model, tokens
+from toys import CASES, mixed_model, stock_model, tokens
 
 WEIGHT = 8.0  # makes the balance loss as large as the cross-entropy, so that counting it per call is detected
 IGNORED = -100
@@ -56,7 +56,11 @@ def test_aux_loss_of_single_call_counts_in_full() -> None:
     model, without = (
         mixed_model("Qwen3Moe", {}, output_router_logits=True, router_aux_loss_coef=weight) for weight in (WEIGHT, 0.0)
     )
-    output = model(**batch())
+    stock = stock_model("Qwen3Moe", output_router_logits=True, router_aux_loss_coef=WEIGHT)
+    stock.load_state_dict(model.state_dict())
+    output, expected = model(**batch()), stock(**batch())
+    torch.testing.assert_close(output.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(output.loss, expected.loss)
     assert output.loss.item() == pytest.approx((without(**batch()).loss + WEIGHT * output.aux_loss).item(), rel=1e-5)
 
 
