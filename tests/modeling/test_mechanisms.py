@@ -101,10 +101,14 @@ def test_mixture_routes_queries_only() -> None:
 
 
 def test_unit_gate_scale_gives_mean_gate_of_one() -> None:
-    gates, _ = build_mechanism("mixture", {"active_heads": 3, "shared_heads": 1})(
-        random_state().hidden_states, random_state().query
-    )
-    assert torch.allclose(gates.sum(-1).mean(), gates.new_tensor(3.0), atol=0.8)
+    """The mean gate of the shared head is `2 a1`, that of the selected routed heads is `2 a2`, with a1 + a2 = 1."""
+    mixture, inputs = build_mechanism("mixture", {"active_heads": 3, "shared_heads": 1}), random_state().hidden_states
+    gates, probabilities = mixture(inputs, random_state().query)
+    torch.testing.assert_close(probabilities, torch.softmax(inputs @ mixture.routed.weight.T, dim=-1))
+    a1, a2 = torch.softmax(inputs @ mixture.balance.weight.T, dim=-1).split(1, dim=-1)
+    selected = probabilities * (probabilities > probabilities.amin(-1, keepdim=True))  # two of three
+    routed = 2 * a2 * selected / (selected.sum(-1, keepdim=True) / 2)
+    torch.testing.assert_close(gates, torch.cat([2 * a1, routed], dim=-1))
     even = build_mechanism("mixture", {"active_heads": 4, "shared_heads": 2})
     with torch.no_grad():
         for parameter in even.parameters():
