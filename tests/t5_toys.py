@@ -1,5 +1,6 @@
 """Attention layers of a tiny T5 with their oracle, and inputs for the whole model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import oracle_routing
 import oracles
 from oracle_arithmetic import LayerShape
 from oracle_layers import additive, oracle_view
@@ -36,6 +38,12 @@ def write_t5(
         del model.all_tied_weights_keys["lm_head.weight"]
     dtype = getattr(torch, str(changes.get("dtype", "float32")))
     return write_model(model, folder, MANY_SHARDS if many else None, dtype)
+
+
+def oracle_balance_loss(scores: Sequence[Tensor], valid: Tensor) -> Tensor:
+    """Return the oracle's balance loss of MIXTURE, which selects one routed head, over the valid tokens (B, T)."""
+    selected = [torch.zeros_like(layer).scatter(-1, layer.topk(1, -1).indices, 1.0) for layer in scores]
+    return oracle_routing.balance_loss(list(zip(scores, selected, strict=True)), valid)
 
 
 class PartLayer:

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import crosshead
-import oracle_routing
 import oracles
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, gradients
-from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, PartLayer
+from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, PartLayer, oracle_balance_loss
 from tiers import grid
 from toys import ENCODER_CASES, NEUTRAL, T5_SIZES, lopsided, mixed_config, mixed_model, stock_model, tokens
 
@@ -197,15 +196,20 @@ def test_encoder_and_base_model_load_from_full_checkpoint(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
-def test_loss_with_past_and_decoder_mask_is_finite() -> None:
+def test_loss_with_past_and_decoder_mask_is_loss_of_new_tokens() -> None:
     """The decoder mask covers cached and new tokens."""
-    model, rest = mixed_model("T5", MIXTURE), ANSWER[:, 2:].contiguous()
-    past = model(**INPUTS, decoder_input_ids=ANSWER[:, :2])
-    inputs = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK, "labels": rest}
-    inputs |= {"decoder_attention_mask": torch.ones_like(ANSWER), "past_key_values": past.past_key_values}
-    assert torch.isfinite(model(**inputs, decoder_input_ids=rest).loss)
+    model, rest, mask = mixed_model("T5", MIXTURE), ANSWER[:, 2:].contiguous(), torch.ones_like(ANSWER)
+    mask[1, 0] = 0
+    past = model(**INPUTS, decoder_input_ids=ANSWER[:, :2], decoder_attention_mask=mask[:, :2])
+    inputs = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK}
+    inputs |= {"decoder_attention_mask": mask, "output_head_router_scores": True}
+    whole = model(**inputs, decoder_input_ids=ANSWER)
+    balance = oracle_balance_loss([scores[:, 2:] for scores in whole.head_router_scores], mask[:, 2:])
+    expected = functional.cross_entropy(whole.logits[:, 2:].flatten(0, 1), rest.flatten()) + 0.01 * balance
+    out = model(**inputs, decoder_input_ids=rest, past_key_values=past.past_key_values, labels=rest)
+    torch.testing.assert_close(out.loss, expected)
     model.config.output_head_router_scores = True
-    prompt = {"decoder_input_ids": ANSWER, "decoder_attention_mask": torch.ones_like(ANSWER)}
+    prompt = {"decoder_input_ids": ANSWER, "decoder_attention_mask": mask}
     assert model.generate(**INPUTS, **prompt, max_new_tokens=3).shape[1] > ANSWER.shape[1]
 
 
@@ -215,14 +219,9 @@ def test_loss_includes_mean_balance_loss_of_encoder_and_decoder() -> None:
         **INPUTS, labels=ANSWER, decoder_attention_mask=torch.ones_like(ANSWER), output_head_router_scores=True
     )
     assert len(out.head_router_scores) == 6
-    expected = []
-    for scores, valid in (
-        (out.head_router_scores[:2], MASK.bool()),
-        (out.head_router_scores[2:], torch.ones_like(ANSWER).bool()),
-    ):
-        selected = [torch.zeros_like(x).scatter(-1, x.topk(1, -1).indices, 1.0) for x in scores]
-        expected.append(oracle_routing.balance_loss(list(zip(scores, selected, strict=True)), valid))
-    assert torch.allclose(out.balance_loss, torch.stack(expected).mean())
+    encoder = oracle_balance_loss(out.head_router_scores[:2], MASK)
+    decoder = oracle_balance_loss(out.head_router_scores[2:], torch.ones_like(ANSWER))
+    assert torch.allclose(out.balance_loss, (encoder + decoder) / 2)
     plain = functional.cross_entropy(out.logits.flatten(0, 1), ANSWER.flatten())
     assert torch.allclose(out.loss - plain, 0.01 * out.balance_loss, atol=1e-6)
     assert "balance_loss" not in model(**INPUTS, decoder_input_ids=ANSWER)
