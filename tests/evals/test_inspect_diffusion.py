@@ -96,11 +96,23 @@ def test_dit_blocks_match_oracle(workdir, report, case, time):
             assert (measured > 0).equal(expected["gates"].T > 0)
 
 
-def test_dit_pipeline_latents_differ_between_time_steps(workdir, report):
-    dit_toys.pipeline().save_pretrained(workdir / "pipeline")
-    one, other = (report("pipeline", "--image", "image.png", "--time", time) for time in ("0", "999"))
-    assert one["texts"][0]["layers"][0]["maps"]["data"] != other["texts"][0]["layers"][0]["maps"]["data"]
-    assert len(one["texts"][0]["tokens"]) == 9
+def test_dit_pipeline_maps_match_oracle_on_latents_of_its_vae(workdir, report):
+    pipeline = dit_toys.pipeline()
+    pipeline.save_pretrained(workdir / "pipeline")
+    pixels = torch.from_numpy(np.asarray(Image.open("image.png")) / np.float32(127.5) - 1).permute(2, 0, 1)
+    with torch.no_grad():
+        latents = pipeline.vae.encode(pixels[None]).latent_dist.mean[0].double() * pipeline.vae.config.scaling_factor
+    model, shown = pipeline.transformer, []
+    weights = {name: each.detach().double() for name, each in model.named_parameters()}
+    for time in (0, 999):
+        (text,) = report("pipeline", "--image", "image.png", "--time", str(time))["texts"]
+        assert len(text["tokens"]) == 9
+        _, blocks = dit_oracle.model(noisy(latents, time), time, 1000, weights, model.config, [{}, {}])
+        for record, expected in zip(text["layers"], blocks, strict=True):
+            assert torch.allclose(maps(record["maps"]), expected["weights"], atol=0.02)
+            assert torch.allclose(numbers(record["keys"]["weight"])[:, :, 0], expected["weights"].amax(-1), atol=1e-3)
+        shown.append(text["layers"][0]["maps"]["data"])
+    assert shown[0] != shown[1]
 
 
 def test_refused_arguments_give_one_line_error(workdir, capfd, monkeypatch):
