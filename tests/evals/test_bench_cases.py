@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosshead.common.errors import EvalError
@@ -188,12 +189,19 @@ def test_explicit_matches_stock_attention_on_combined_heads(name, monkeypatch):
 @pytest.mark.parametrize(
     "case", [case for name, case in CASES.items() if name.startswith("host-")], ids=lambda case: case.name
 )
-def test_host_cases_decode_one_token_and_restore_the_thread_count(case):
+def test_host_cases_decode_one_token_on_one_thread_and_restore_the_thread_count(case):
     ours, baseline = case.pair()
-    before = torch.get_num_threads()
-    logits_ours, logits_baseline = ours().logits, baseline().logits
+    counts, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    hook = register_module_forward_pre_hook(lambda *call: counts.append(torch.get_num_threads()))
+    try:
+        logits_ours, logits_baseline = ours().logits, baseline().logits
+        assert torch.get_num_threads() == 2
+    finally:
+        hook.remove()
+        torch.set_num_threads(before)
     assert logits_ours.shape == logits_baseline.shape == (1, 1, 64) and not torch.equal(logits_ours, logits_baseline)
-    assert torch.get_num_threads() == before
+    assert counts and set(counts) == {1}
 
 
 def test_inputs_are_copied_until_they_exceed_the_cpu_cache(monkeypatch):
