@@ -50,7 +50,7 @@ class WideHeads:
     size: int
     """Number of features of a component."""
     query_scale: float
-    """Factor on queries that keeps the logits, despite the larger head size and without RoPE's attention scaling."""
+    """Factor on queries that keeps the logits: it offsets the larger head size and RoPE's removed attention factor."""
 
     @classmethod
     def of(cls, config: Any) -> Self:

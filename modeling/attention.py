@@ -103,7 +103,7 @@ class CrossheadAttention(nn.Module):
             attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
             mechanisms[name].after_cache(state)
-        if cache is not None and paged:  # it stores combined heads
+        if cache is not None and paged:  # the paged cache stores combined heads
             state.key, state.value = cache.update(state.key, state.value, self.layer_idx, kwargs=kwargs)
 
         attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -3,8 +3,8 @@
 A model of diffusers (`dit.py`) gets one file, which imports diffusers as well.
 
 `configuration_crosshead.py` and `modeling_crosshead.py` contain the definitions of this package that one configuration
-needs: the core, its mechanisms and its backbone. Their text is copied from the source, in the order in which modules
-import each other. A definition is included if an included definition uses its name, and left out if it is marked
+needs: the core, its mechanisms and its backbone. Their text is copied from the source, each module after the modules
+that it imports. A definition is included if an included definition uses its name, and left out if it is marked
 `package_only`.
 """
 

@@ -42,7 +42,7 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
 
 
 def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int, int] | None:
-    """Return (heads, key size, value size) of the cached tensors, None if empty. Tensors would be kept in memory."""
+    """Return (heads, key size, value size) of the cached tensors, None if empty; ints, which keep no tensor alive."""
     layer: Any = cache.layers[layer_index] if layer_index < len(cache.layers) else None
     keys = getattr(layer, "keys", None)
     return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1], layer.values.shape[-1])

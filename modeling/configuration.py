@@ -169,7 +169,7 @@ class MixersConfig(ConfigBase):
             cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
     def attention_plan(self) -> dict[str, str]:
-        """Return the stock tensor-parallel plan of attention for engines; empty if a mechanism cannot split heads."""
+        """Return attention's stock tensor-parallel plan in engines if all mechanisms split heads, else {}."""
         split = all(RULES[name].splits_heads(options) for name, options in self.mechanisms().items())
         plan = (super().base_model_tp_plan or {}) if split and self._attn_implementation in ENGINES else {}
         return {module: style for module, style in plan.items() if ".self_attn." in module}

@@ -64,7 +64,7 @@ class LatentConfig(MixersConfig):
     v_head_dim: Any
 
     def check_mixers(self) -> None:
-        """Refuse mechanisms that MLA cannot have, and other than one key/value head per query head."""
+        """Refuse mechanisms that MLA cannot have, and key/value heads that differ in number from query heads."""
         check_refused(self.refused, self.mixers)
         super().check_mixers()
         if self.mixers and self.num_key_value_heads != self.num_attention_heads:

@@ -50,7 +50,7 @@ def attention_names(config: Any, layer: int) -> AttentionNames:
 
 def attention_layers(config: Any) -> range:
     """Return the indices of attention layers with separate weights; for a T5, in the order of the forward pass."""
-    if places := layer_parts(config):
-        return range(len(places))
+    if parts := layer_parts(config):
+        return range(len(parts))
     shared = getattr(config, "num_hidden_groups", None)
     return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)

@@ -84,7 +84,7 @@ def cache_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _key_side_data(config: Any, layer: int, dtype: torch.dtype) -> int:
-    """Return how many numbers per token one layer's mechanisms cache beside keys and values."""
+    """Return how many numbers per token one layer's mechanisms cache besides keys and values."""
     layout = mixers_layout(config, layer)
     with torch.device("meta"):
         modules: Any = layer_mixers(config, layer).to(dtype)

@@ -104,8 +104,8 @@ class Observers:
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             for counts in self.fitted_counts(layer):
-                solved = ComponentHeads(layout, counts).shapes_of_fitted(self.biased)
-                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in solved.items()}
+                layer_shapes = ComponentHeads(layout, counts).shapes_of_fitted(self.biased)
+                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in layer_shapes.items()}
         return shapes
 
     @property

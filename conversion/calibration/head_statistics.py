@@ -173,7 +173,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _with_one(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Append a column of ones to features (T, n) if the projection has a bias."""
+    """Append a column of ones to features (T, h d) if the projection has a bias."""
     return x if bias is None else torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
 
 

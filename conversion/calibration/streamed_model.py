@@ -53,7 +53,7 @@ class StreamedModel:
         return int(self.config.num_hidden_layers)
 
     def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return, of the tokens (B, T) that the model reads, the tokens at the positions of the outputs."""
+        """Return the tokens at the positions of the outputs: all tokens (B, T), or a T5's decoder inputs."""
         return tokens
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _excerpts(text: str, size: int, count: int) -> str:
 
 
 def within_context(config: Any, count: int, length: int) -> tuple[int, int]:
-    """Return number and length of windows that fit the model's context, for as many tokens. A T5 has no maximum."""
+    """Return number and length of windows within the model's context, with as many tokens. A T5 has no maximum."""
     shorter = min(length, getattr(config, "max_position_embeddings", None) or length)
     return count * length // shorter, shorter
 

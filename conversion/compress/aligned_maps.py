@@ -19,7 +19,7 @@ from .aligned_frame import Errors, Frame, refine, roots, simplex
 from .head_groups import Group
 
 FLOOR = 0.03
-"""Minimum singular value of a map before its inversion, relative to the largest."""
+"""Minimum singular value of value maps, relative to the largest, and magnitude of key factors before inversion."""
 VALUE_STEPS = 60
 """Maximum number of L-BFGS iterations for values."""
 KEY_STEPS = 120
@@ -172,7 +172,7 @@ def _padded(components: torch.Tensor, features: int) -> torch.Tensor:
 
 
 def grouped_keys(pairs: torch.Tensor, components: int) -> Start:
-    """Return a start with one component per group of heads: the group's principal directions (d / 2, h, h)."""
+    """Return a start with one component per group of heads: its principal directions in `pairs` (d / 2, h, h)."""
     heads = pairs.shape[-1]
 
     def spectrum(group: Group) -> tuple[torch.Tensor, torch.Tensor]:

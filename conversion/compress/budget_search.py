@@ -174,7 +174,7 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torc
 
 
 def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> tuple[list[int], float]:
-    """Return the active heads per layer with the minimum total loss, and this loss; `budget` is a fraction of all."""
+    """Return active heads per layer with the minimum total loss, and that loss; `budget`: fraction of all heads."""
     heads = layouts[0].query_heads
     options = [
         [

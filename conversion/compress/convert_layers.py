@@ -95,7 +95,7 @@ class LayerRequest:
         return parts
 
     def rewritten(self, store: TensorStore, statistics: Mapping[str, Tensors]) -> Tensors:
-        """Return the attention tensors by part, with all mechanisms that change stock tensors; {} if none does."""
+        """Return the attention tensors by part after all rewrites but that of `differential`; {} if there are none."""
         routing, is_bilinear = self.routing, "bilinear" in self.mixers
         if not (self.has_fewer_components or self.shares_most_used or routing or is_bilinear):
             return {}
@@ -116,9 +116,9 @@ class LayerRequest:
 
 def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
     """Return the request for each attention layer of the target."""
-    places, layers = layer_parts(config), list[LayerRequest]()
+    parts, layers = layer_parts(config), list[LayerRequest]()
     for layer in attention_layers(config):
-        part_request = request.parts.get(places[layer][0]) if places else request
+        part_request = request.parts.get(parts[layer][0]) if parts else request
         mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
         names, components = attention_names(config, layer), component_heads(config, layer)
         layers.append(

@@ -40,9 +40,9 @@ class AttentionCalls:
             (source_states - converted_states).to(fast_dtype()) for converted_states, source_states in sampled
         ]
         self.sizes = [source_states for _, source_states in sampled]
-        """Mean square of each token's hidden state after attention (1, T); before the hook runs, the states before."""
+        """Mean square of each token's hidden state after attention (1, T); before the hook runs, the hidden states."""
         self.arguments: dict[str, Any] = {}
-        """Keyword arguments of attention beside hidden states (positions, mask); the same for all calls."""
+        """Keyword arguments of attention besides hidden states (positions, mask); the same for all calls."""
 
     def __call__(self, attention: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
         """Forward hook: add the source's attention output to the targets, unless the window is skipped."""
@@ -72,7 +72,7 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
 
 
 def ridge_map(pairs: Iterator[FitData], ridge: float) -> torch.Tensor:
-    """Return the linear map (n, m) from x (T, m) to y (T, n) by ridge regression; `ridge` is relative to x's power."""
+    """Return the linear map (n, m) from x (T, m) to y (T, n) by ridge regression; `ridge` is relative to mean x^2."""
     gram, product = torch.zeros(()), torch.zeros(())
     for x, y in pairs:
         gram, product = gram + (x.mT @ x).double(), product + (y.mT @ x).double()

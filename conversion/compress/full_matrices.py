@@ -1,4 +1,4 @@
-"""Initial `bilinear` weights that equal the source: `P_h = W_q,h W_k,h^T` and `Q_h = W_v,h W_o,h` for every head.
+"""Initial `bilinear` weights that keep the source's outputs: `P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h` per head.
 
 The source must be multi-head attention without biases, whose logits are not scaled (T5).
 

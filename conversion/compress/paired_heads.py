@@ -1,4 +1,4 @@
-"""Initial `differential` weights that equal the source: every query head is doubled to a pair of heads.
+"""Initial `differential` weights that keep the source's outputs: every query head is doubled to a pair of heads.
 
 Version 2: both heads of a pair are copies of the source's head, so that their difference is `1 - lambda` times its
 output, and the output projection is divided by this factor. Lambda starts as a small constant, set by its bias.

@@ -178,7 +178,7 @@ def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
 def record_file(folder: Path, stock: bool) -> Path:
     """Return the path of a conversion's record: in a crosshead model's folder, or next to a stock model's folder.
 
-    The record of a stock model is in its folder as well if nothing can be written next to the folder.
+    If nothing can be written next to the folder of a stock model, its record is in the folder.
     """
     folder = Path(os.path.abspath(folder))
     return folder.with_name(f"{folder.name}.{RECORD}") if stock and not is_fixed(folder) else folder / RECORD

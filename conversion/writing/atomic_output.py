@@ -135,7 +135,7 @@ class AtomicOutput:
         return others
 
     def _move_in(self, old: Sequence[str]) -> None:
-        """Replace the files `old`. config.json moves last, so that a mixture of both models cannot be loaded."""
+        """Move the model in and remove the files `old`; config.json moves last, so that no mixture can be loaded."""
         config = self.folder / CONFIG
         if not config.exists():  # moved by a run that was interrupted later
             return

@@ -26,7 +26,7 @@ from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
 
 __all__ = ["CrossheadDinov2Config", "CrossheadDinov2ForImageClassification", "CrossheadDinov2Model"]
 NESTED = hasattr(stock, "Dinov2SelfAttention")
-"""Older transformers releases: attention is a nested module, and the output projection is in its parent."""
+"""True in older transformers releases, where attention is a nested module without the output projection."""
 STOCK_ATTENTION: Any = getattr(stock, "Dinov2SelfAttention", stock.Dinov2Attention)
 
 

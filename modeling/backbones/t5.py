@@ -171,7 +171,7 @@ class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
     _can_record_outputs = {**stock.T5PreTrainedModel._can_record_outputs, **RECORDERS}
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For custom classes, the stock method skips modules without direct parameters; ours initialise their children.
+        # Custom code: the stock method would skip modules without direct parameters, which initialise their children.
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -198,11 +198,11 @@ class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5St
     forward = recording_forward(stock.T5Stack.forward)
 
     def _attention_modules(self) -> Iterator[tuple[int, nn.Module, str]]:
-        places = [(block.layer[0], "SelfAttention") for block in self.block]
+        modules = [(block.layer[0], "SelfAttention") for block in self.block]
         if self.config.is_decoder:
             cross = [(block.layer[1], "EncDecAttention") for block in self.block]
-            places = [entry for pair in zip(places, cross, strict=True) for entry in pair]
-        return ((index, parent, name) for index, (parent, name) in enumerate(places))
+            modules = [entry for pair in zip(modules, cross, strict=True) for entry in pair]
+        return ((index, parent, name) for index, (parent, name) in enumerate(modules))
 
 
 class CrossheadT5Base(CrossheadT5PreTrainedModel):

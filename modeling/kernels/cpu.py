@@ -17,7 +17,7 @@ def is_tracing() -> bool:
 
 
 def flash_supports(dropout: float, *tensors: torch.Tensor) -> bool:
-    """Whether the flash kernel accepts the call: plain CPU tensors of one dtype, float32 or float64, no dropout."""
+    """Whether the flash kernel accepts the call: CPU tensors of one wide dtype with feature stride 1, no dropout."""
     if is_tracing() or dropout or torch.is_autocast_enabled("cpu"):
         return False
     dtype = tensors[0].dtype

@@ -80,10 +80,10 @@ def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
     output = output.contiguous()
     for sequence, head in product(range(len(hidden)), range(shared, heads)):
         rows = gates[sequence, :, head].nonzero().squeeze(-1)
-        features, pair = slice(head * size, (head + 1) * size), (sequence, head, None, None)
+        features, idx = slice(head * size, (head + 1) * size), (sequence, head, None, None)
         query = torch.addmm(q_bias[features], hidden[sequence].index_select(0, rows), q_weight[features].T)
         attended = (
-            attend(query[None, None], key[pair], value[pair], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
+            attend(query[None, None], key[idx], value[idx], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
         )
         output[sequence].index_add_(0, rows, attended @ o_weight[:, features].T)
     return output

@@ -201,8 +201,8 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch
 @_gradients.register_fake
 def _(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
     batch, heads, queries, size = query.shape
-    to_query = query.new_empty(batch, queries, heads, size).transpose(1, 2)
-    return [to_query, key.new_empty(key.shape), value.new_empty(value.shape)]
+    grad_query = query.new_empty(batch, queries, heads, size).transpose(1, 2)
+    return [grad_query, key.new_empty(key.shape), value.new_empty(value.shape)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -37,8 +37,8 @@ class HeadLayout:
     norm_eps: float = 1e-6
     key_norm_eps: float | None = None  # epsilon of the per-head norm on keys; None without a norm
     dropout: float = 0.0
-    output_heads: int = 0  # number of head outputs that `head_outputs` hooks receive
-    output_dim: int = 0  # features per head output in the input of `o_proj`
+    output_heads: int = 0  # number of heads in the input of `o_proj`
+    output_dim: int = 0  # features per head in the input of `o_proj`
     key_components: int = 0  # number of heads that `k_proj` makes
     value_components: int = 0  # number of heads that `v_proj` makes
     is_rotary: bool = True  # RoPE is applied to queries and keys

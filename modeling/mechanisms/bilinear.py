@@ -23,7 +23,7 @@ class BilinearRules(Rules):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Refuse layers with RoPE, and other mechanisms that change queries, keys, values or attention."""
+        """Refuse layers with RoPE, and all other mechanisms except `mixture` and `gating`."""
         if layout.is_rotary:
             raise refuse(
                 "mixers.bilinear", settings, "its keys are the layer's input, which rotary positions would turn"

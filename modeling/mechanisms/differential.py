@@ -10,7 +10,7 @@ none for a difference of weights.
 
 Version 2 pairs query heads only. Both heads of a pair read the same key/value head, so that one call of ordinary
 attention computes all heads, and `o_i = attention_2i - sigmoid(x_t . w_i + b_i) attention_2i+1`, without a norm;
-`o_proj` reads half as many features. The bias `b` is an addition for the start of a conversion.
+`o_proj` reads half as many features. The paper has no bias `b`; conversions set it so that lambda starts small.
 
 Papers: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer"; "Differential Transformer
 V2" (Microsoft, 2026).

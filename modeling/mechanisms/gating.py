@@ -3,7 +3,7 @@
 `o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, so that every gate is 1:
 the model starts with the outputs of the stock model.
 
-Paper: "Gated Attention for Large Language Models", headwise variant, without the factor 2, which serves this start.
+Paper: "Gated Attention for Large Language Models", headwise variant. The factor 2 is not in the paper.
 """
 
 import torch

@@ -72,7 +72,7 @@ class HeadMap(ParameterModule):
         self.weight = nn.Parameter(torch.empty(to_heads, from_heads))
 
     def initialise(self, std: float) -> None:
-        """Start from `head_map_init`; with more heads than before, add noise, else copied heads would stay equal."""
+        """Start from `head_map_init`; if it copies heads (to > from), add noise, else the copies would stay equal."""
         start = head_map_init(self.weight)
         if self.weight.shape[0] > self.weight.shape[1]:
             start = start + std * torch.randn_like(start)
@@ -200,7 +200,7 @@ def talking_attention_forward(
     operator: Callable[..., Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Talking-heads in blocks; at once for one query, dropout, `torch.func`, a bias, or a mask with a gradient."""
+    """Talking-heads in blocks; at once for one query, dropout, `torch.func`, position bias, or mask with gradient."""
     if head_maps is None:
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -20,7 +20,7 @@ TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
 """Block sizes on the CPU: elements in all buffers, elements up to which sequences share a block, minimum and maximum
 queries per sequence. Timed with 16 heads and 4,096 tokens; shared blocks with 4 heads and 32 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
-"""Block sizes on GPUs, see TALKING_CPU_BLOCKS: 1 GB in float32, 16 blocks for 8 x 2,048 tokens, 32 heads. Untimed."""
+"""Like TALKING_CPU_BLOCKS, for other devices: 1 GB in float32, 16 blocks for 8 x 2,048 tokens, 32 heads. Untimed."""
 TALKING_BUFFERS_FORWARD, TALKING_BUFFERS_BACKWARD = 2, 4  # buffers, with an element for each head, query and key
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
@@ -184,7 +184,7 @@ def talking_by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def talking_mask_span(mask: Tensor) -> tuple[slice, bool]:
-    """Return the slice of keys that a mask (..., keys) needs, all if a row is fully masked; and `has_masked_rows`."""
+    """Return the slice of keys that rows of a mask (..., keys) see, all if a row sees none; and `has_masked_rows`."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     if not visible.any(-1).all():
         return slice(0, mask.shape[-1]), mask.dtype == torch.bool
