@@ -41,7 +41,7 @@ def fold_and_read_metadata(folder, tokenizer, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
+def test_written_metadata_describe_the_tokenizer(kind, tmp_path):
     tokenizer = KINDS[kind]()
     metadata = fold_and_read_metadata(tmp_path, tokenizer)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -52,13 +52,19 @@ def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
     assert metadata["tokenizer.ggml.bos_token_id"] == tokenizer.bos_token_id
     assert not metadata["tokenizer.ggml.add_bos_token"] and not metadata["tokenizer.ggml.add_eos_token"]
     assert metadata["tokenizer.ggml.add_space_prefix"] is (kind in ("Metaspace", "Prepend"))
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS or kind in (
-        "Prepend",
-        "Replace",
-    ):
-        return  # transformers reads only the other form
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_tokenizer_is_read_back_with_same_ids(kind, tmp_path):
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        pytest.skip(f"transformers {transformers.__version__} reads tokenizers of GGUF files wrongly")
+    if kind == "Replace":
+        pytest.skip("transformers ignores tokenizer.ggml.add_space_prefix=False of sentencepiece tokenizers")
+    # transformers reads "Prepend" as "Metaspace", which adds no space after a special token.
+    text, tokenizer = TEXT.replace("</s>", "") if kind == "Prepend" else TEXT, KINDS[kind]()
+    crosshead.fold(toy.write_mixed(tmp_path / "made", tokenizer=tokenizer), tmp_path / "x.gguf", verify=False)
     write_side_files(GgufStore(tmp_path / "x.gguf"), tmp_path / "side")
-    assert AutoTokenizer.from_pretrained(tmp_path / "side")(TEXT).input_ids == tokenizer(TEXT).input_ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "side")(text).input_ids == tokenizer(text).input_ids
 
 
 def test_token_types_of_bpe_vocabulary(tmp_path):
