@@ -26,7 +26,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened model: config and tokenizer are loaded, the weights can be loaded."""
+    """A model whose config is loaded, but not its weights; the tokenizer is loaded if it is needed."""
 
     name: str
     config: Any

@@ -18,7 +18,7 @@ CHOSEN = {
     "budget": ("explicit", {"key_heads", "value_heads", "layers", "on"}),
     "active": ("mixture", {"active_heads", "shared_heads", "layers", "shared"}),
 }
-"""Budget -> the mechanism and those of its options that the budget chooses; `convert` refuses both together."""
+"""Budget -> mechanism, and its options that the budget chooses; `convert` refuses them together with the budget."""
 
 
 def convert_command(record: Mapping[str, Any], name: str) -> str:

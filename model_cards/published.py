@@ -170,7 +170,7 @@ def _check_file(path: Path, name: str, private: Private) -> None:
 
 
 def _is_pickle(raw: bytes) -> bool:
-    """True for a pickle that can run code. Protocol 0 has no magic bytes, so its opcodes are parsed."""
+    """True for a pickle that can run code. Protocols 0 and 1 have no magic bytes, so their opcodes are parsed."""
     if raw.startswith(PICKLED):
         return True
     try:

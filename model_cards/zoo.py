@@ -37,7 +37,7 @@ def read_zoo() -> list[Entry]:
 
 
 def measurements(zoo: Path, recipe: str) -> dict[str, Any]:
-    """The records in `measured` of the zoo of a recipe's model, field of `Facts` -> content."""
+    """Field of `Facts` -> record of a recipe's model, from the folder `measured` of the zoo."""
     folder, records = zoo / MEASURED / recipe, {}
     for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", EVALUATION)):
         if (folder / name).is_file():

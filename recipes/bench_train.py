@@ -144,7 +144,7 @@ def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
 def _recipe(folder: Path, steps: int) -> Recipe:
     """Return the benchmark's recipe: byte-level tokens of real text, and no evaluation.
 
-    `steps` is one more than the measured steps: the last step, which saves, is not measured.
+    `steps` counts the warm-ups, the measured steps, and one more: the last step, which saves, is not measured.
     """
     write_tokenizer(folder / "tokenizer")
     batch = SEQUENCES * LENGTH

@@ -144,8 +144,8 @@ def write_tiny(work: Path, target: Path) -> None:
     """Write a model with random weights and a tokenizer; every call writes the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = write_tokenizer(work)
-    config: Any = LlamaConfig(**SIZES, vocab_size=words, bos_token_id=words - 1, eos_token_id=words - 1)
+    vocabulary = write_tokenizer(work)
+    config: Any = LlamaConfig(**SIZES, vocab_size=vocabulary, bos_token_id=vocabulary - 1, eos_token_id=vocabulary - 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(work)

@@ -85,7 +85,7 @@ def _control(batch: int) -> Case:
     """Return a case with stock attention on both sides: shows how far a ratio is from 1 by chance."""
     text = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
     shape = {**HEADS["ungrouped"], "tokens": 2048, "batch": batch}
-    return Case(f"control-batch-{batch}", text, "itself", lambda _, **given: explicit_decoding(False, **given), shape)
+    return Case(f"control-batch-{batch}", text, "itself", lambda _, **sizes: explicit_decoding(False, **sizes), shape)
 
 
 def _short(tokens: int) -> str:

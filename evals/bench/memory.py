@@ -43,9 +43,10 @@ def peak_bytes(case: Case, ours: bool, device: str) -> int:
 
 
 def added_bytes(case: Case, ours: bool, counter: MemoryCounter) -> int:
-    """Return the peak memory of one side in this process, minus the memory before.
+    """Return the peak memory of one side in this process, minus the memory before it was built.
 
-    When the measured run starts, the peak of `counter` must not exceed its present value.
+    If `case.measured` is `MEMORY`, subtract the memory after it was built, which includes the inputs. When the
+    measured run starts, the peak of `counter` must not exceed its present value.
     """
     replace(case, shape={**case.shape, **WARM_UP}).side(ours)()
     gc.collect()

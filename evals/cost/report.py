@@ -54,7 +54,7 @@ def _without_mechanisms(config: Any) -> Any:
         return replace(config, mixers={})
     stock = deepcopy(config)
     stock.mixers = {}
-    pairs = [config.mixers_of_layer(place).get("differential", {}) for place in range(len(config.layouts()))]
+    pairs = [config.mixers_of_layer(layer).get("differential", {}) for layer in range(len(config.layouts()))]
     if all(pair.get("version") == 2 or pair.get("half_values") for pair in pairs):
         heads, shared = config.num_attention_heads, config.num_key_value_heads
         stock.head_dim = config.layout_of_layer(0).head_dim

@@ -1,8 +1,8 @@
 """Computes the cost of an encoder-decoder, for a source and a target of the same length.
 
-Training is counted per pair of a target token and a source token. Prefill is counted per source token: encoding the
-source, the keys and values of cross-attention, and the first target token. Decoding computes the last target token,
-with the other tokens in the cache.
+Training is counted per target token, and includes the work on the source. Prefill is counted per source token:
+encoding the source, the keys and values of cross-attention, and the first target token. Decoding computes the last
+target token, with the other target tokens and the source in the cache.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ from ..open_model import Opened, check_tokens
 from .tasks import LoadedBenchmark, seed
 
 MAXIMUM_BATCH = 64
-"""Maximum number of sequences in a batch of automatic size."""
+"""Maximum number of sequences in a batch of automatic size, and in a batch of vLLM."""
 TOKENS_ON_CPU = 2048
 """Maximum number of tokens in a batch on a CPU, where a batch that is too large does not fail early."""
 RESAMPLES = 1000
@@ -91,10 +91,10 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
     try:
         results = evaluate(
             checked,
-            {"tasks": tasks, "groups": {each.name: each.task for each in benchmarks if each.is_group}},
+            {"tasks": tasks, "groups": {group.name: group.task for group in benchmarks if group.is_group}},
             limit=limit,
             bootstrap_iters=RESAMPLES,
-            confirm_run_unsafe_code=True,  # load_tasks has already refused these tasks, or the user allows them
+            confirm_run_unsafe_code=True,  # load_tasks refuses these tasks unless the user allows them
         )
     except OverflowError as error:
         raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from error
@@ -114,7 +114,7 @@ class Checks:
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.truncated: set[tuple[str, int]] = set()
-        """Task and index of each item that is longer than the context."""
+        """Task and index of each item that is too long for the context, generated tokens included."""
 
     def loglikelihood(self, requests: Any, **options: Any) -> Any:
         """Return the log-likelihoods of answers, which must not be empty and must fit into the context."""

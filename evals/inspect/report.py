@@ -101,7 +101,9 @@ def recorded_drift(name: str) -> dict[str, float]:
     path = cached_file(repository, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
     items = metrics.items() if isinstance(metrics, dict) else ()
-    return {key.removeprefix(DRIFT): item for key, item in items if key.startswith(DRIFT) and isinstance(item, float)}
+    return {
+        key.removeprefix(DRIFT): value for key, value in items if key.startswith(DRIFT) and isinstance(value, float)
+    }
 
 
 def _load(opened: Opened) -> Any:

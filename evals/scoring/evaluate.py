@@ -59,7 +59,7 @@ def score_data(
         data = _open(models, path, limit, trust_remote_code)
         if compared:
             _check_comparable(data)
-        parameters = [parameter_count(item.opened, item.auto_class) for item in data]
+        parameters = [parameter_count(model_data.opened, model_data.auto_class) for model_data in data]
         name = path.resolve().name
         report = {
             "suite": {"name": data[0].title, "source": name, "missing": []},

@@ -121,13 +121,13 @@ class CorruptedWindows(Windows):
 def _token(opened: Opened, word: str | None) -> int:
     """Return the id of a special token, which tokenizer and model must have."""
     tokenizer = opened.tokenizer
-    index = None if word is None else tokenizer.convert_tokens_to_ids(word)
-    if index is None or (index == tokenizer.unk_token_id and word != tokenizer.unk_token):
+    token = None if word is None else tokenizer.convert_tokens_to_ids(word)
+    if token is None or (token == tokenizer.unk_token_id and word != tokenizer.unk_token):
         raise EvalError(
             f"the tokenizer of {opened.label} has no token {word or 'eos_token'}, which span corruption needs"
         )
-    check_tokens([index], opened.config.vocab_size)
-    return int(index)
+    check_tokens([token], opened.config.vocab_size)
+    return int(token)
 
 
 @dataclass(frozen=True)

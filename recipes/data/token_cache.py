@@ -47,14 +47,14 @@ class TokenStream:
     """The concatenated documents of one part of a cache (training or held-out), memory-mapped."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype[Any]) -> None:
-        self._place = folder, part, dtype
+        self._arguments = folder, part, dtype
         self.tokens: Tokens = _mapped(folder / f"{part}.tokens", dtype)
         self.ends: Tokens = _mapped(folder / f"{part}.ends", POSITION)
         """End offset of each document in `tokens`, after its separator."""
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Any, ...]]:
         """Pickle only the path: another process maps the files itself instead of receiving a copy of their content."""
-        return TokenStream, self._place
+        return TokenStream, self._arguments
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from crosshead.common.errors import RecipeError
 from .readers import Document
 
 PIECE = 1 << 18
-"""Maximum characters tokenised as one text. A longer document is cut at ends of lines, where tokens may differ."""
+"""Maximum number of characters of a piece. A longer document is cut, if possible after a line; there, tokens may
+differ from those of the whole document."""
 BATCH = 1 << 21
 """Number of characters that are tokenised in one call."""
 BEGINNING = 60
@@ -48,7 +49,7 @@ class Piece:
 
 
 def pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """Cut all documents into pieces, independently of the blocks in which they were read; skip empty documents."""
+    """Cut all documents into pieces, independently of the blocks in which they were read; skip blank documents."""
     for document in documents:
         pending, first = "", True
         for text in document:
@@ -176,9 +177,9 @@ def write_tokens(
                 beginning, before = piece.text, part.tokens
             part.write(tokens)
             if limit is not None and part.tokens + 1 - before > limit:
-                words = " ".join(beginning[:BEGINNING].split())
+                quote = " ".join(beginning[:BEGINNING].split())
                 raise LongDocumentError(
-                    f"the document that begins {words!r} is longer than max_tokens={limit}, and documents are never "
+                    f"the document that begins {quote!r} is longer than max_tokens={limit}, and documents are never "
                     "cut: raise it, or divide the document"
                 )
             if piece.last:

@@ -60,7 +60,8 @@ class Activations:
     def total(self, checkpointed: bool) -> int:
         """Return the bytes at the end of the forward pass.
 
-        With activation checkpointing (`checkpointed`), these are the inputs of all layers and one recomputed layer.
+        With activation checkpointing (`checkpointed`), only the inputs of all layers, one recomputed layer and the
+        tensors outside of the layers are stored.
         """
         if checkpointed:
             return self.inputs + max(self.layers) + self.outside

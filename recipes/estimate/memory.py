@@ -9,8 +9,8 @@ Estimates:
   gradient of one layer. With DeepSpeed: the default maximum of live parameters, and the gradient bucket.
 - with data parallelism: the buckets in which gradients are reduced.
 - activations, measured by `activations.py` on small copies of the model.
-- the logits of a micro batch: in the compute dtype, in float32, and their log-probabilities; in a distillation, a copy
-  to compare and the teacher's logits.
+- the logits of a micro batch: in the compute dtype (if not float32), in float32, and their log-probabilities; in a
+  distillation one more float32 copy and, if the teacher runs, two copies of its logits.
 
 Not counted: the CUDA context, fragmentation, and temporary memory of kernels and of the backward pass of one layer.
 """

@@ -143,7 +143,7 @@ AnyObjective = Annotated[
 def check_unit(objective: ObjectiveOptions, amounts: dict[str, int | None]) -> None:
     """Raise `RecipeError` unless `train` gives its length and batch size in the objective's unit, and only in it.
 
-    `given` has the keys `tokens`, `batch_tokens`, `samples` and `batch_samples` of `train`.
+    `amounts` has the keys `tokens`, `batch_tokens`, `samples` and `batch_samples` of `train`.
     """
     for key, value in amounts.items():
         counted = key.removeprefix("batch_") == objective.unit

@@ -136,7 +136,7 @@ class Recipe(sections.Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warmup steps."""
+        """Number of steps until the learning rate reaches its peak."""
         warmup = self.train.warmup
         return round(warmup * self.steps) if warmup < 1 else int(warmup)
 

@@ -78,8 +78,8 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if isinstance(recipe.objective, Noise):
         return _small_run(recipe, folder, _toy_diffusion(recipe, folder))
     objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
-    words = write_tokenizer(tokenizer, **SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
-    config = toy_config(recipe.model.config, words, objective)
+    vocabulary = write_tokenizer(tokenizer, **SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
+    config = toy_config(recipe.model.config, vocabulary, objective)
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
         path = _write_model(config, folder / "model", recipe.train.seed, objective)

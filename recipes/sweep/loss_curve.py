@@ -34,7 +34,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses of a run, each with the number of tokens trained before it."""
+    """Losses of a run, each with the number of training tokens up to and including its step."""
 
     tokens: tuple[int, ...]
     losses: tuple[float, ...]
@@ -91,8 +91,8 @@ def count_spikes(run: Recipe) -> int:
 def final_rise(run: Recipe) -> float:
     """Return the rise of the averaged training loss from its minimum to the end; 0 if it may be noise.
 
-    If the final average is more than `MIN_DIVERGENCE` above the first loss (the untrained model), return that rise.
-    Smaller rises above the first loss do not count, as a single loss may be low by chance.
+    If the final average is more than `MIN_DIVERGENCE` above the first loss of this kind, that of the first step after
+    the attention losses, return that rise. Smaller rises above it do not count, as a single loss may be low by chance.
     """
     losses = loss_curve(run, TRAINING).losses
     window = min(RECENT, len(losses) // 5)

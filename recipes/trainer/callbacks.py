@@ -22,7 +22,8 @@ received themselves."""
 class StopOnSignal(TrainerCallback):
     """Stops the run on Ctrl-C or SIGTERM, with a checkpoint, after the current step or evaluation batch.
 
-    All processes stop at the same step. A second signal kills the process at once, as without this callback.
+    All processes stop at the same step. A second signal, more than `SAME_REQUEST` seconds after the first, has the
+    effect that it would have without this callback.
     """
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ def _difference(
 
 
 def _divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence of log-probabilities; the teacher's probability is 0 outside its vocabulary."""
+    """Return KL(teacher || model) of log-probabilities; the teacher's probability is 0 outside its vocabulary."""
     return (teacher_log_probs.exp() * (teacher_log_probs - log_probs[..., : teacher_log_probs.shape[-1]])).sum(-1)
 
 

@@ -65,12 +65,15 @@ class NoiseLoss:
         return self._schedule.add_noise(clean, noise, times)
 
     def __call__(self, prediction: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Return the loss of each image (B), given images (B, channels, height, width) and timesteps (B)."""
+        """Return the loss of each image (B), given images (B, channels, height, width) and timesteps (B).
+
+        `prediction` has the same shape or, if the model predicts variances, twice as many channels.
+        """
         channels = clean.shape[1]
-        predicted, *variances = prediction.float().split(channels, dim=1)
+        predicted, *interpolations = prediction.float().split(channels, dim=1)
         loss = mean_by_image((predicted - noise).square())
-        if variances:
-            loss = loss + self._bound(predicted.detach(), variances[0], clean, noise, times)
+        if interpolations:
+            loss = loss + self._bound(predicted.detach(), interpolations[0], clean, noise, times)
         return loss
 
     def _bound(self, predicted: Tensor, interpolation: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
