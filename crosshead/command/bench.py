@@ -107,7 +107,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     model-ungrouped-128, model-ungrouped-512
         as above, with 16 query heads and 16 KV heads of 64
     cache
-        bytes of the KV cache of that model
+        bytes of the KV cache of the model with 8 KV heads
     host-knocking-linear, host-knocking-mlp, host-explicit, host-mixture, host-talking, host-differential
     host-gating
         one thread, a model with 8 layers of width 64, 16 tokens cached; baseline: the stock model

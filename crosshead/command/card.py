@@ -40,8 +40,7 @@ def write_card(
     `folder` is the output of `convert`, `fold` or `train`. `evaluations` are JSON files of `crosshead eval` with
     scores of this model; the scores are saved in the folder, and read from there if no files are given. `source` is
     the source of the model (a folder, a GGUF file or a Hub id), which names its licence; not needed for a source on
-    the Hub.
-    A card that was edited by hand is replaced only with `overwrite`.
+    the Hub. A card that was edited by hand is an error without `overwrite`.
 
     On any problem, raises a ValueError with a message of one line and writes nothing.
     """

@@ -20,7 +20,7 @@ Dtype = Annotated[
 Calibration = Annotated[
     Path | None,
     typer.Option(
-        help="Data to calibrate on: a text file, a .jsonl file with `text` or `messages`, or a Hub dataset "
+        help="Data to calibrate on: a text file, a .jsonl file with `text` or `messages`, or a dataset "
         "(datasets:NAME[:SUBSET[:SPLIT]]); for vision models a folder of images; or a calibration saved with "
         "--save-calibration. Default: a text shipped with crosshead, and text sampled from the model."
     ),
@@ -40,8 +40,8 @@ Budget = Annotated[
 Cache = Annotated[
     str | None,
     typer.Option(
-        help="Compress the KV cache to this fraction of the source's, such as 50%; stands for --mixer explicit "
-        "--layers auto --budget."
+        help="Compress the KV cache to this fraction of the source's, such as 50%, by measured loss; short for "
+        "--mixer explicit --layers auto --budget 50%."
     ),
 ]
 Active = Annotated[

@@ -21,8 +21,8 @@ def cost(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of tokens, for T5 of source and target. Default: 4096, or the context of an encoder or T5 if "
-            "that is shorter; for images and latents the number of patches."
+            help="Number of tokens, for T5 of source and target each. Default: 4096, or the context of an encoder or "
+            "T5 if that is shorter; for an image or latent its number of tokens."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,

@@ -35,9 +35,10 @@ def fold(
 ) -> None:
     """Convert a crosshead model back to a stock checkpoint.
 
-    Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections;
-    other mechanisms fold only with their neutral initial values. With --keep-cache, the stock checkpoint has the
-    smaller KV cache of `explicit`, also in vLLM and llama.cpp. For example:
+    Multiplies linear `knocking` and `explicit` without norm into the projections, and removes `mixture` with all heads
+    active and binary gates. `talking`, `gating` and other forms of `knocking` fold only with their neutral initial
+    values; `differential` and `bilinear` do not fold. With --keep-cache, the stock checkpoint has the smaller KV cache
+    of `explicit`, also in vLLM and llama.cpp. For example:
 
     crosshead fold models/converted model.gguf --type q8_0
     """

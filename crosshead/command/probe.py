@@ -105,9 +105,9 @@ def budget(
 ) -> None:
     """Estimate the KL divergence for each size of the KV cache.
 
-    The estimate of the divergence from the source adds up measurements with one layer compressed at a time, by which
-    `crosshead convert --cache` chooses component heads. With --active it is given for each number of active heads, as
-    in `convert --active`. For example:
+    The divergence from the source is measured with one layer compressed at a time. The estimate is the sum over
+    layers, which `crosshead convert --cache` minimises to choose component heads. With --active, it is given for each
+    number of active heads, as in `convert --active`. For example:
 
     crosshead probe budget Qwen/Qwen3-0.6B --text prose.txt --out budget.json
     """

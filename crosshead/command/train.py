@@ -11,7 +11,7 @@ import typer
 from crosshead_command.screen import progress
 
 STOPPED = 128
-"""Added to the signal number, the exit status of a stopped run, which the same command resumes."""
+"""Exit status of a stopped run minus the signal number, as in a shell; the same command resumes the run."""
 
 
 def train(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 DTYPE = "bfloat16"
-"""Dtype of weights and KV cache in the cost reports of all models."""
+"""Dtype of the KV cache in the cost reports, the same for all models; a DiT has no KV cache."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
 """File with the results of `make measure-recovery` per mechanism, relative to the parent directory of the zoo."""
 SHORT_MODEL = "SmolLM2-135M-Instruct, from a GGUF file of type Q4_1"
