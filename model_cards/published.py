@@ -170,7 +170,10 @@ def _check_file(path: Path, name: str, private: Private) -> None:
 
 
 def _is_pickle(raw: bytes) -> bool:
-    """True for a pickle that can run code. Protocols 0 and 1 have no magic bytes, so their opcodes are parsed."""
+    """True for a zip archive, any pickle of protocols 2 to 5, and an older pickle that can run code.
+
+    Protocols 0 and 1 have no magic bytes, so their opcodes are parsed.
+    """
     if raw.startswith(PICKLED):
         return True
     try:

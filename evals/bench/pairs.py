@@ -14,7 +14,7 @@ import torch
 WARM_UPS = 2
 """Number of runs before the measurement."""
 MIN_SECONDS = 0.2
-"""Minimum duration of a reading: shorter runs are repeated, because the clock is not precise enough."""
+"""Approximate minimum duration of a reading: shorter runs are repeated, because the clock is not precise enough."""
 Run = Callable[[], object]
 """Does the work of one side once."""
 Reading = Callable[[], float]

@@ -5,7 +5,7 @@ from typing import Any
 
 Report = Mapping[str, Any]
 MAXIMUM_PERCENTAGE = 10.0
-"""Largest relative change that is shown as a percentage (10.0 is +1000%); a larger one is shown as a factor."""
+"""Relative changes below this are shown as a percentage (10.0 is +1000%), larger ones as a factor."""
 
 
 def eval_lines(report: Report) -> Iterator[str]:

@@ -127,7 +127,7 @@ def _task_items(task: Any, samples: Sequence[dict[str, Any]], metric: str, filte
 
 
 def average(rows: Sequence[Row]) -> dict[str, float | None] | None:
-    """Return the mean over benchmarks, as in the papers; None if lower is better for one of them."""
+    """Return the mean over benchmarks, as in the papers; None for one benchmark, or if lower is better for any."""
     if len(rows) < 2 or not all(row["higher_is_better"] for row in rows):
         return None
     errors = [row["standard_error"] for row in rows]

@@ -19,7 +19,7 @@ PIECE = 1 << 18
 """Maximum number of characters of a piece. A longer document is cut, if possible after a line; there, tokens may
 differ from those of the whole document."""
 BATCH = 1 << 21
-"""Number of characters that are tokenised in one call."""
+"""Approximate number of characters that are tokenised in one call."""
 BEGINNING = 60
 """Number of characters of a document that an error message quotes."""
 TRAINING, HELD_OUT = "training", "held_out"

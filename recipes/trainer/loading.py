@@ -70,7 +70,7 @@ def weights_identity(name: str, config: Any) -> str:
     folder = Path(name)
     if not folder.is_dir():
         return str(getattr(config, "_commit_hash", None))
-    # Skip device files.
+    # Regular files only: a device file might not end.
     return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]
 
 
