@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 import toys
-from crosshead.recipes.estimate.memory import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding, Teacher, memory
+from crosshead.recipes.estimate.memory import COPIES, FSDP, ONE_GPU, ZERO3, Sharding, Teacher, memory
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy
@@ -75,19 +75,29 @@ def test_sharded_weights_equal_fsdp2_shards(mesh_of_eight, tmp_path):
     assert estimate.moments == 2 * estimate.weights and estimate.gradient_buckets == 0
 
 
-def test_fsdp2_keeps_only_gradient_shards_with_gradient_sync(mesh_of_eight, tmp_path, monkeypatch):
+def test_fsdp2_keeps_only_gradient_shards_with_gradient_sync(mesh_of_eight):
     """Without gradient sync after each micro batch, FSDP2 keeps whole gradients."""
     model = AutoModelForCausalLM.from_config(toys.mixed_config("Llama", toys.CASES["explicit"]))
-    for part in (*model.model.layers, model):
+    whole = byte_size(model.parameters())
+    parts = (*model.model.layers, model)
+    for part in parts:
         fully_shard(part, mesh=mesh_of_eight)
+    shards = byte_size(part.to_local() for part in model.parameters())
+    assert whole / 8 <= shards < whole / 4
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for shared in (True, False):
         model.set_requires_gradient_sync(shared)
         for _ in range(2):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        has_gradient = [part.grad is not None for part in model.parameters()]
-        assert all(has_gradient) == shared
-        model.zero_grad()
+        gradients = [part.grad for part in model.parameters()]
+        if shared:
+            assert byte_size(gradient.to_local() for gradient in gradients) == shards
+            model.zero_grad()
+        else:
+            assert gradients == [None] * len(gradients)
+    for part in parts:
+        part.unshard()  # then parameters are whole, and have the gradients that were not reduced
+    assert byte_size(part.grad for part in model.parameters()) == whole
 
 
 @pytest.mark.parametrize(("sharded", "deferred"), [("true", 0), ("false", 1)])
@@ -173,4 +183,3 @@ def test_activation_checkpointing_reduces_memory(tmp_path):
     again = memory(small_recipe(tmp_path, checkpoint_activations=True), config, ONE_GPU, None)
     assert again.activations < memory(small_recipe(tmp_path), config, ONE_GPU, None).activations
     assert sum(value for key, value in again.as_dict().items() if key != "total") == again.as_dict()["total"]
-    assert ONE_GPU.kind == ALONE
