@@ -214,6 +214,7 @@ def test_loss_that_ends_above_first_loss_is_a_rise(recipe, steps):
     run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
     write_metrics(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
     assert final_rise(run) > 1
+    assert not module.judge(run, TRAINING, None).stable
 
 
 def test_noisy_flat_loss_is_no_rise(recipe):
