@@ -12,7 +12,7 @@ from crosshead_command.screen import progress, show_report
 def verify(
     source: Annotated[str, typer.Argument(help="Source of the model: a folder, a Hub id or a GGUF file.")],
     model: Annotated[
-        str, typer.Argument(help="Converted model: a folder or a Hub id; with --engine llama.cpp a GGUF file.")
+        str, typer.Argument(help="Converted model: a folder or a Hub id; with --engine llama.cpp also a GGUF file.")
     ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
     text: Annotated[
