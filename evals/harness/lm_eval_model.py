@@ -78,7 +78,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
     """Return the harness's results of a model, with the scores of every item.
 
     Two fields are added: `context`, the length of the model's context in tokens, and `truncated`, task -> number of
-    items that are longer than the context, whose beginning the harness removes.
+    items that do not fit into the context, whose beginning the harness removes.
     """
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED

@@ -18,7 +18,7 @@ from .tasks import LoadedBenchmark
 
 CONFIDENCE = 0.95
 MAXIMUM_LOG = 700.0
-"""Largest exponent of a perplexity: exp of a larger number is infinite, which JSON cannot express."""
+"""Largest exponent in the change of a perplexity: exp of larger ones is infinite, which JSON cannot express."""
 Row = dict[str, Any]
 
 

@@ -45,7 +45,7 @@ class Windows(Data):
         self.tokens = self.tokens[:limit]
 
     def comparable(self) -> Any:
-        """The token ids of all windows, which determine the masks and spans."""
+        """Return the token ids of all windows, which determine the masks and spans."""
         return self.tokens
 
     def scores(self, outcomes: Tensor) -> list[Score]:
