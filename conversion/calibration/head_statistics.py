@@ -140,10 +140,10 @@ class HeadStatistics:
         cos, sin = rotation
         for index, (tokens, directions, importance) in enumerate(_key_parts(window, seed=self.windows)):
             rotated_back = _rotate(directions, cos[tokens], -sin[tokens])
-            of_keys = self._through_norm(attention, rotated_back, window.key[:, tokens]).flatten(1, 2)
+            y = self._through_norm(attention, rotated_back, window.key[:, tokens]).flatten(1, 2)
             importance = importance[:, tokens].clamp_min(0)
             x = scaled[:, tokens].double()  # in float32, a Gram matrix may become indefinite
-            self._add("key", index, of_keys.mT @ of_keys, (x * importance.unsqueeze(-1)).mT @ x, importance.sum(1))
+            self._add("key", index, y.mT @ y, (x * importance.unsqueeze(-1)).mT @ x, importance.sum(1))
 
     def _through_norm(self, attention: Any, directions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return the vector-Jacobian product of the key norm for directions (h, group, any, d), without `1 / rms`."""
@@ -192,11 +192,11 @@ def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, to
     near = torch.zeros_like(every).index_add_(
         2, keys, (nearest.unsqueeze(-1) * window.query.unsqueeze(3)).flatten(2, 3)
     )
-    head, rest = slice(0, 1), slice(1, None)
+    first_key, other_keys = slice(0, 1), slice(1, None)
     return [
-        (head, first, importance),
-        (rest, (every - near)[:, :, rest], importance - near_importance),
-        (rest, near[:, :, rest], near_importance),
+        (first_key, first, importance),
+        (other_keys, (every - near)[:, :, other_keys], importance - near_importance),
+        (other_keys, near[:, :, other_keys], near_importance),
     ]
 
 

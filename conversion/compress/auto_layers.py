@@ -40,7 +40,7 @@ CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),
 }
-"""Mechanism -> options that the budget search sets, so that a request must not contain them."""
+"""Mechanism -> options that the budget search sets; a request must not set them, except `shared_heads` to 0."""
 
 
 @dataclass(frozen=True)

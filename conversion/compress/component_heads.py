@@ -114,7 +114,7 @@ class ComponentHeads:
         }
 
     def fitted_parts(self) -> list[str]:
-        """Return the parts that Adam fits, except projections of a side that keeps all heads.
+        """Return the parts that Adam fits: the parts that `rewrite` changes beyond their order, without `o_proj.bias`.
 
         Lists biases even if the model has none.
         """

@@ -122,7 +122,7 @@ class Explicit(Mechanism):
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
 
     def before_rope(self, state: AttentionState) -> None:
-        """With a norm on keys, cache `1 / rms` of each combined head; in half precision as the sum of two numbers."""
+        """If combined keys have a norm, cache `1 / rms` of each head; in half precision as the sum of two numbers."""
         if self.divides_keys:
             scale = inverse_rms(self.key(state.key), self.layout.key_norm_eps or 0.0).squeeze(-1).transpose(1, 2)
             parts = [scale.to(state.key.dtype)]
@@ -161,7 +161,7 @@ class Explicit(Mechanism):
         return False
 
     def _key_scale(self, state: AttentionState) -> Tensor | None:
-        """Return `1 / rms` of combined keys (B, heads, S) in the widened dtype, or None without a norm on keys."""
+        """Return `1 / rms` of combined keys (B, heads, S) in the widened dtype; None if there is no such norm."""
         if not self.divides_keys:
             return None
         parts = state.key_side_data["explicit.inverse_rms"].split(self.layout.key_value_heads, dim=-1)
@@ -228,14 +228,14 @@ def regroup_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
-    """Return wide queries (B, H, T, h' d): each query (B, H, T, d) times the h' scalars (h, h') of its key head."""
+    """Return wide queries (B, H, T, c d): each query (B, H, T, d) times the c scalars (h, c) of its key head."""
     (batch, rows, tokens, size), (heads, components) = query.shape, scalars.shape
     by_head = query.reshape(batch, heads, -1, 1, size)  # (B, h, group x T, 1, d)
     return (by_head * scalars.view(heads, 1, components, 1)).view(batch, rows, tokens, components * size)
 
 
 def unfold_outputs(output: Tensor, scalars: Tensor, tokens: int) -> Tensor:
-    """Return (B, H, T, d): components of outputs (B, n, H T / n, h' d) summed with their head's scalars (h, h')."""
+    """Return (B, H, T, d): c components of outputs (B, n, H T / n, c d) summed with their head's scalars (h, c)."""
     (batch, _, _, size), (heads, components) = output.shape, scalars.shape
     by_head = output.reshape(batch, heads, -1, components, size // components)
     return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, -1, tokens, size // components)
