@@ -78,6 +78,7 @@ TASKS = {
     "ViTModel": IMAGE_FEATURES,
     "DeiTModel": IMAGE_FEATURES,
     "Dinov2Model": IMAGE_FEATURES,
+    "TransNextModel": replace(IMAGE_FEATURES, call="print(model(**image).pooler_output)"),
     "Model": Task("AutoModel", "feature-extraction", LAST_STATES.format("**tokens")),
 }
 """Ending of a class name -> task; the first ending that matches applies."""

@@ -34,6 +34,10 @@ class Windows(Data):
 
     def read(self, opened: Opened, path: Path, limit: int | None, length: int) -> None:
         """Cut the text into windows of `length` tokens."""
+        if length < 2:
+            raise EvalError(
+                f"{opened.label} reads {max(length, 0)} tokens besides the special ones, and a window needs 2 or more"
+            )
         self.opened, self.tokens, self.files = opened, [], text_files(path)
         for file in self.files:
             ids = opened.tokenizer(read_text(file, EvalError), add_special_tokens=False, verbose=False)["input_ids"]

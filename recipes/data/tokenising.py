@@ -142,9 +142,13 @@ class PartWriter:
         self.tokens += len(tokens)
         self._last = tokens[-1:]
 
+    def ends_with_separator(self) -> bool:
+        """True if the last written token is the separator, as at the end of many conversations."""
+        return np.array_equal(self._last, self._separator)
+
     def end_document(self) -> None:
-        """Append the separator unless the document ends with it (as conversations may), and record the end offset."""
-        if not np.array_equal(self._last, self._separator):
+        """Append the separator unless the document ends with it, and record the end offset."""
+        if not self.ends_with_separator():
             self.write(self._separator)
         end = np.int64(self.tokens).tobytes()
         self._ends.write(end)
@@ -176,7 +180,7 @@ def write_tokens(
                 part = parts[HELD_OUT if is_held_out(piece.text, held_out) else TRAINING]
                 beginning, before = piece.text, part.tokens
             part.write(tokens)
-            if limit is not None and part.tokens + 1 - before > limit:
+            if limit is not None and part.tokens + (not part.ends_with_separator()) - before > limit:
                 quote = " ".join(beginning[:BEGINNING].split())
                 raise LongDocumentError(
                     f"the document that begins {quote!r} is longer than max_tokens={limit}, and documents are never "

@@ -25,6 +25,7 @@ def models(tmp_path_factory):
     torch.nn.init.constant_(model.classifier.bias, torch.nan)
     model.save_pretrained(edit)
     scoring_toys.write_masked(folder / "masked")
+    scoring_toys.write_masked(folder / "narrow", max_position_embeddings=2)
     scoring_toys.write_encoder(folder / "unmasked")
     scoring_toys.write_t5(folder / "t5")
     scoring_toys.write_t5(folder / "sentinels")
@@ -108,6 +109,7 @@ CASES = {
     "masked --data zero.txt": ["zero.txt", "binary"],
     "masked --data one.txt": ["one.txt", "2 tokens"],
     "masked --data nothing": ["nothing", ".txt"],
+    "narrow --data text.txt": ["narrow", "0 tokens"],
     "masked unmasked --data text.txt": ["unmasked", "mask_token"],
     "sentinels --data text.txt": ["sentinels", "<extra_id_0>"],
     "causal --data text.txt": ["causal", "LlamaForCausalLM", "--suite"],

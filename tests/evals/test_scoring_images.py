@@ -54,8 +54,9 @@ def test_accuracy_top_5_and_loss_match_sklearn(backbone, task, run_eval, tmp_pat
     folders = {"kind 1": 6, "kind 2": 5, "kind 5": 2, "3": 3}
     write_class_folders(tmp_path / "images", list(folders), each=6)
     (tmp_path / "images" / "kind 5" / "notes.txt").write_text("no image")
+    (tmp_path / "images" / "kind 5" / "folder.png").mkdir()
     report, out = run_eval("model --data images")
-    files = sorted((tmp_path / "images").rglob("*.png"))
+    files = sorted(path for path in (tmp_path / "images").rglob("*.png") if path.is_file())
     labels, chances = [folders[file.parent.name] for file in files], probabilities_of(tmp_path / "model", files)
     metrics = scores(report)
     assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, chances.argmax(1)))

@@ -66,16 +66,18 @@ def test_card_of_decoder_without_language_model_head(ending, run_cli, tmp_path):
     assert "lora" in str(names["model"])
 
 
-def test_transnext_gets_a_card_but_is_not_converted(run_cli, tmp_path):
+@pytest.mark.parametrize("ending", ["ForImageClassification", "Model"])
+def test_transnext_gets_a_card_but_is_not_converted(ending, run_cli, tmp_path):
     """TransNeXt models get a card and can be pushed, but not converted, folded or verified."""
-    transnext_toys.model_of(transnext_toys.ROUTED, image_size=96).save_pretrained(tmp_path / "made")
+    classifier = transnext_toys.model_of(transnext_toys.ROUTED, image_size=96)
+    (classifier if ending != "Model" else classifier.base_model).save_pretrained(tmp_path / "made")
     processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 96, "width": 96}}
     (tmp_path / "made" / "preprocessor_config.json").write_text(json.dumps(processor))
     assert run_cli("card made")[0] == 0
     text = (tmp_path / "made" / "README.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile("\n".join(examples), "README.md", "exec"), names := {})
-    assert "lora" in str(names["model"])
+    assert "lora" in str(names["model"]) and "`transnext` encoder" in text
     status, out, err = run_cli("push made me/made --dry-run")
     assert (status, err) == (0, "") and "model.safetensors" in out
     for command in ("convert made again --mixer knocking", "fold made stock", "verify made made"):

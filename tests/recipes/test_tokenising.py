@@ -127,6 +127,14 @@ def test_document_that_reaches_max_tokens_is_kept_whole(encoder, tmp_path, monke
     assert read_part(tmp_path, TRAINING) == expected_documents(texts[:2])
 
 
+def test_document_that_ends_with_the_separator_may_have_max_tokens(encoder, tmp_path):
+    text = f"{words(1, 2)} w{SEPARATOR}"
+    write_tokens([[text]], encoder, 0.0, 3, tmp_path, silent)
+    assert read_part(tmp_path, TRAINING) == [[1, 2, SEPARATOR]]
+    with pytest.raises(RecipeError, match="max_tokens=2"):
+        write_tokens([[text]], encoder, 0.0, 2, tmp_path, silent)
+
+
 @pytest.mark.parametrize("size", [20, 10_000])
 def test_document_longer_than_max_tokens_is_refused(size, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", size)
