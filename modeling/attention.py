@@ -98,7 +98,7 @@ class CrossheadAttention(nn.Module):
         if cache is not None and not paged:
             update_cache(state, cache, self.layer_idx, self.wide_cache)
         masked = attention_mask is not None or position_bias is not None
-        implementation = self.config._attn_implementation if paged else self._attention_function(state, masked, kwargs)
+        implementation = self._attention_function(state, masked, kwargs)
         if state.position_bias is not None:
             attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
@@ -129,7 +129,7 @@ class CrossheadAttention(nn.Module):
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """Return the function of the first mechanism that chooses one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
-        for name in self.output_order:
+        for name in self.output_order if "write_index" not in kwargs else ():  # continuous batching needs stock ones
             mechanism: Any = self.mixers[name]
             state.function = mechanism.attention_function(state, implementation, masked)
             if state.function is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
 from crosshead.common.checked_json import quoted
@@ -16,7 +18,7 @@ from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
-from .tokenizer import LISTS, correct_tokens, further_templates, pre_tokeniser
+from .tokenizer import LISTS, SPACE, correct_tokens, further_templates, pre_tokeniser
 
 MAX_SHARD = 2_000_000_000
 """Maximum size of a shard in bytes; a larger tensor gets a shard of its own."""
@@ -147,6 +149,9 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
     known = pre_tokeniser(str(metadata.get("tokenizer.ggml.pre"))) if kind == "gpt2" else None
     if known is not None:  # transformers reads smollm as gpt-2, for example
         tokenizer.backend_tokenizer.pre_tokenizer = known
+    if kind == "llama" and not metadata.get("tokenizer.ggml.add_space_prefix", True):  # transformers ignores the key
+        tokenizer.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
+        tokenizer.backend_tokenizer.decoder = Sequence([Replace(SPACE, " "), ByteFallback(), Fuse()])
     return tokenizer
 
 

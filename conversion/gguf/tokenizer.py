@@ -39,7 +39,7 @@ PRE_TOKENISERS: dict[str, list[dict[str, Any]]] = {
 """Value of `tokenizer.ggml.pre` -> the pre-tokenisers in tokenizer.json that llama.cpp implements under this name."""
 _TRIM = "trim_offsets"
 """A field of pre-tokenisers that changes only offsets, not tokens: it is ignored when they are compared."""
-_SPACE = "\u2581"
+SPACE = "\u2581"
 TEMPLATE = "tokenizer.chat_template"
 """Metadata key of the default chat template. A named template has the key `tokenizer.chat_template.NAME`."""
 LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
@@ -140,8 +140,8 @@ def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
     normaliser = content["normalizer"]
     steps = normaliser["normalizers"] if normaliser and normaliser["type"] == "Sequence" else [normaliser]
     parts = _flat(content["pre_tokenizer"])
-    spaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prefix = {"type": "Prepend", "prepend": _SPACE}
+    spaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prefix = {"type": "Prepend", "prepend": SPACE}
     if parts == [] and steps in ([prefix, spaced], [spaced]):
         has_prefix = prefix in steps
     elif steps == [None] and [part["type"] for part in parts] == ["Metaspace"] and not parts[0].get("split", True):
