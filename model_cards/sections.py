@@ -20,6 +20,8 @@ COSTS = {
     "prefill_flops": "FLOPs per token of a prompt",
 }
 """Key of a cost report -> row title."""
+TRANSFORMERS = "5.17 or newer (tested up to 5.24)"
+"""Versions that load published code; those of constraints-oldest.txt and constraints-newest.txt."""
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
 IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("{}", (640, 480))')
 """For the example: variable of the input, variable and class of its tokenizer or processor, and the raw input."""
@@ -147,7 +149,7 @@ def usage(facts: Facts) -> Iterator[str]:
         return
     yield (
         f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
-        + (" 5.17 or newer; it runs the code in the folder." if trusted else ".")
+        + (f" {TRANSFORMERS}; it runs the code in the folder." if trusted else ".")
         + (" The image processor also needs Pillow." if task.reads_images else "")
     )
     variable, name, processor, value = IMAGE_INPUT if task.reads_images else TEXT_INPUT

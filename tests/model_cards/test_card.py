@@ -14,12 +14,14 @@ import crosshead
 from broken import run
 from card_toys import converted, report, training, write_report
 from crosshead.common.errors import CardError
+from crosshead.model_cards.sections import TRANSFORMERS
 from crosshead.model_cards.tables import NOT_MEASURED
 from crosshead_command.card import write_card
 from encoder_toys import write_encoder
 from gguf_toys import model, write_model
 from hub_client import hub_with
 from hub_server import COMMIT, Repository, serving
+from rules import ROOT
 from toy_checkpoints import write_stock
 
 pytestmark = pytest.mark.xdist_group("card")
@@ -76,6 +78,12 @@ def test_card_shows_measurements_from_records(made, run_cli):
     assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text
     assert numbers(section(text, "Cost"), "KV cache") == ["256", "256", "0.00%"]
     assert "@misc{zhou2025knocking" in text
+
+
+def test_card_names_the_tested_versions_of_transformers():
+    files = [(ROOT / f"constraints-{name}.txt").read_text() for name in ("oldest", "newest")]
+    oldest, newest = (re.search(r"^transformers==(\d+\.\d+)", text, re.MULTILINE)[1] for text in files)
+    assert f"{oldest} or newer (tested up to {newest})" == TRANSFORMERS
 
 
 def test_card_metadata_for_the_hub(made):
