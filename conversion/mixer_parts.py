@@ -14,6 +14,10 @@ from .options import MixerRequest, read_mixers
 
 def read_request(requested: Mapping[str, Any], config: Any) -> MixerRequest:
     """Return the request with typed values of all options; `config` is a crosshead config, with or without mixers."""
+    if not isinstance(requested, Mapping):
+        raise ConversionError(
+            f"mixers={requested!r} is not allowed: use a mapping of mechanism to options, such as {{'knocking': {{}}}}"
+        )
     layouts, parts = config.layouts(), parts_of(config)
     if parts:
         return read_parts(requested, {part: [layouts[layer] for layer in parts[part]] for part in parts})

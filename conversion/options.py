@@ -171,10 +171,6 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     """Return the request with typed values of all options; the config checks later whether they fit the model."""
     mixers: Mixers = {}
     choices: dict[str, dict[str, str]] = {}
-    if not isinstance(requested, Mapping):
-        raise ConversionError(
-            f"mixers={requested!r} is not allowed: use a mapping of mechanism to options, such as {{'knocking': {{}}}}"
-        )
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
@@ -190,7 +186,7 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
                 )
         if name == "mixture":
             raw = mixture_defaults(raw)
-        if name == "differential" and raw.get("half_values") in (True, "true"):
+        if name == "differential" and str(raw.get("half_values")).lower() == "true":
             raw = {"norm": False} | dict(raw)
         try:
             choices[name] = {

@@ -159,7 +159,7 @@ class MixersConfig(ConfigBase):
         return self.mixers or {}
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
-        """Return the mechanisms of one layer with their complete options, in the order in which they run."""
+        """Return the mechanisms of one layer with their complete options, in the order of the config."""
         return layer_settings(self.mixers or {}, layer)
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -17,7 +17,7 @@ from crosshead.common.model_location import split_revision
 from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 
-from .data.readers import expand_home
+from .data.readers import checked_home
 from .data.training_data import TrainingData
 from .schema.recipe import Recipe
 from .trainer import checkpoints
@@ -39,8 +39,9 @@ ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
 """Files of the result that may contain access tokens, which are removed."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
+"""Sections that a resumed run may change: they do not affect the losses, or, as `data`, have their own fingerprint."""
 NO_EFFECT_KEYS = {"micro_batch", "checkpoint_activations", "convert"}
-"""Sections, and keys of other sections, that do not affect the losses of a run. `data` has its own fingerprint."""
+"""Keys of other sections that do not affect the losses."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def published_recipe(recipe: Recipe) -> dict[str, Any]:
     """
     content = asdict(recipe)
     for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
-        if source["kind"] == "hub" and (folder := Path(expand_home(source["path"]))).is_dir():
+        if source["kind"] == "hub" and (folder := Path(checked_home(source["path"]))).is_dir():
             source["path"] = f"./{folder.name}"
     return without_folders(content)
 

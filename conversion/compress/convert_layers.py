@@ -207,7 +207,7 @@ def choose_groups(
         for groups, error in errors.items():
             ratios.setdefault(groups, []).append(error / errors[1])
     means = {groups: fmean(layer_ratios) for groups, layer_ratios in ratios.items()}
-    groups = max(groups for groups, mean in means.items() if mean <= 1 + GROUP_TOLERANCE)
+    groups = max((groups for groups, mean in means.items() if mean <= 1 + GROUP_TOLERANCE), default=1)
     explicit = request.mixers["explicit"] | {"groups": groups}
     chosen = {"groups": groups, "fitted_errors": {str(count): round(mean, 4) for count, mean in means.items()}}
     return replace(request, mixers=request.mixers | {"explicit": explicit}), chosen

@@ -81,10 +81,12 @@ def pair_heads(tensors: Tensors, created: Tensors, layout: HeadLayout, mechanism
             first = _by_head(tensors[name], layout)
             second = torch.zeros_like(first) if layout.key_norm_eps is None else first
             new[name] = torch.stack([first, second], dim=1).flatten(0, 2)
-    # solve lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init = 0 for q2 = k2
-    second_term = math.exp(float(created[f"{prefix}_q1"] @ created[f"{prefix}_k1"])) + mechanism.lambda_init
-    for name in (f"{prefix}_q2", f"{prefix}_k2"):
-        new[name] = torch.full_like(created[name], math.sqrt(math.log(second_term) / layout.head_dim))
+    # solve lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init = 0 for q2 = k2, or q2 = -k2 if q2 . k2 is negative
+    first_term = math.exp(float(created[f"{prefix}_q1"] @ created[f"{prefix}_k1"]))
+    product = math.log(first_term + mechanism.lambda_init)
+    size = math.sqrt(abs(product) / layout.head_dim)
+    for name, value in ((f"{prefix}_q2", size), (f"{prefix}_k2", math.copysign(size, product))):
+        new[name] = torch.full_like(created[name], value)
     return new
 
 

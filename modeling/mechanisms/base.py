@@ -1,6 +1,6 @@
 """The interface of mechanisms: `Rules` checks the options, `Mechanism` has the hooks that an attention layer calls.
 
-`Mechanism` defines the hooks in the order of a forward pass; mechanisms run in the order of the config.
+`Mechanism` defines the hooks in the order of a forward pass; `CrossheadAttention` sorts the mechanisms of a layer.
 Parameters live in `ParameterModule`s and are read only inside their `forward`, which returns results or copies and
 never the parameter itself: libraries that offload or shard weights free them after that call.
 """

@@ -47,7 +47,7 @@ class ExplicitRules(Rules):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Check the number of components and groups, and that no other mechanism normalises the outputs."""
+        """Check the number of components and groups, and that the norm suits the other mechanisms."""
         for side in ("key", "value"):
             name, heads = f"mixers.explicit.{side}_heads", settings.get(f"{side}_heads")
             if heads and side not in settings["on"]:
@@ -60,6 +60,10 @@ class ExplicitRules(Rules):
             raise refuse("mixers.explicit.groups", settings["groups"], allowed.format(*counts))
         if settings["norm"] and "differential" in layer:
             raise refuse("mixers.explicit.norm", True, "'differential' norms pairs of heads itself: use False")
+        earlier = list(layer)[: list(layer).index("explicit")]
+        if settings["norm"] and (gates := {"mixture", "gating"} & {*earlier}):
+            reason = f"it would cancel the gates of mixers.{min(gates)}: put 'explicit' first, or use False"
+            raise refuse("mixers.explicit.norm", True, reason)
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:

@@ -49,7 +49,7 @@ class MixtureRules(Rules):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Check the head counts and the router, and that no later norm cancels the gates."""
+        """Check the head counts and the router."""
         shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
         if active > heads:
             raise refuse("mixers.mixture.active_heads", active, f"use 1 to {heads}, the layer's head outputs")
@@ -61,10 +61,6 @@ class MixtureRules(Rules):
         if settings["router"] == "query_norm" and heads - shared < 2:
             reason = f"router='query_norm' compares routed heads, 2 or more of {heads}: use 0 to {heads - 2}"
             raise refuse("mixers.mixture.shared_heads", shared, reason)
-        names = list(layer)
-        if layer.get("explicit", {}).get("norm") and names.index("mixture") < names.index("explicit"):
-            reason = "it would cancel the gates of mixers.mixture: put 'explicit' first, or use False"
-            raise refuse("mixers.explicit.norm", True, reason)
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:

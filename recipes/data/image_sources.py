@@ -23,7 +23,7 @@ from crosshead.common.images import IMAGE_SUFFIXES, upright
 from crosshead.common.progress import Counter, Progress
 
 from ..schema.sections import DataSource
-from .readers import expand_home, file_states, files_in, missing_column
+from .readers import checked_home, file_states, files_in, missing_column
 from .token_cache import locked
 
 BLOCK = 1024
@@ -54,7 +54,7 @@ class ClassFolders:
     """Image files in one folder per class, at any depth; the name of the folder is the class name."""
 
     def __init__(self, source: DataSource) -> None:
-        root = Path(expand_home(source.path))
+        root = Path(checked_home(source.path))
         try:
             folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError as error:
@@ -66,7 +66,7 @@ class ClassFolders:
         self.labels: list[int] = []
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
-            files = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
+            files = [path for path in files_in(folder, "") if path.suffix.lower() in IMAGE_SUFFIXES]
             if not files:
                 raise RecipeError(
                     f"the class folder {folder} has no images: add some ({', '.join(IMAGE_SUFFIXES)}), or remove it"
@@ -101,7 +101,7 @@ class DatasetImages:
         except ImportError:
             raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from None
         self._source, self._image = source, image
-        path = expand_home(source.path)
+        path = checked_home(source.path)
         with reading_hub(source.path, source.split, RecipeError):
             rows: Any = datasets.load_dataset(path, source.subset, split=source.split, revision=source.revision)
             for column in (image, label):
@@ -111,7 +111,7 @@ class DatasetImages:
             self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
             self._files = [Path(file["filename"]) for file in rows.cache_files]
         if isinstance(kind, datasets.ClassLabel):
-            self.classes, self.labels = tuple(kind.names), values
+            self.classes, self.labels = tuple(kind.names), [-1 if value is None else value for value in values]
         else:
             names = sorted({value for value in values if value is not None})
             numbers = {name: number for number, name in enumerate(names)}

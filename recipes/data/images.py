@@ -17,7 +17,7 @@ from ..schema.sections import DataOptions, DataSource
 from .augmentation import Augmentation
 from .image_mixing import MIXING
 from .image_sources import ClassFolders, DatasetImages, ImageSource, decoded, digests
-from .readers import expand_home
+from .readers import checked_home
 from .training_data import Draws, Sample, TrainingData
 
 FOLDERS = "images"
@@ -153,7 +153,7 @@ def open_images(
 
 def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -> TrainingData:
     """Split the sources into training and held-out images; images that the cache does not know are decoded once."""
-    root = Path(expand_home(options.cache))
+    root = Path(checked_home(options.cache))
     training, evaluation, content = [], [], []
     for source, data_source in zip(inputs.sources, options.sources, strict=True):
         image_digests = digests(source, data_source.path, root, progress)

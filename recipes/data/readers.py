@@ -74,7 +74,7 @@ def _check_not_compressed(path: Path) -> None:
 
 def source_files(source: DataSource) -> list[Path]:
     """Return the files of a local source, sorted by name; raise `RecipeError` if there are none."""
-    root = Path(expand_home(source.path))
+    root = Path(checked_home(source.path))
     if root.is_file():
         return [root]
     if root.is_dir():
@@ -91,7 +91,7 @@ def source_files(source: DataSource) -> list[Path]:
     return files
 
 
-def expand_home(name: str) -> str:
+def checked_home(name: str) -> str:
     """Replace a leading `~` by the home folder; other paths and Hub ids are returned unchanged."""
     path = os.path.expanduser(name)
     if path.startswith("~"):
@@ -139,7 +139,7 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
     """Return everything that determines the documents of a source, in JSON types, as the cache key."""
     content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
     if source.kind == "hub":
-        path = expand_home(source.path)
+        path = checked_home(source.path)
         files = files_in(Path(path), "") if os.path.isdir(path) else []
         content |= {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
     else:
@@ -228,7 +228,7 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
 
 def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
-    rows = hub_rows(expand_home(source.path), source.subset, [source.column], RecipeError, **options)
+    rows = hub_rows(checked_home(source.path), source.subset, [source.column], RecipeError, **options)
     for number, row in enumerate(rows, 1):
         yield row, f"row {number} of the Hub dataset {source.path}"
         advance(1)

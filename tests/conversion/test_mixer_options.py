@@ -5,6 +5,7 @@ import pytest
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.conversion.mixer_parts import read_request
 from crosshead.conversion.options import Options, read_mixers, read_recipe, split_argument, with_recipe
 
 FITTED = {"router": "two_stage", "gate": "binary", "shared_heads": 0}
@@ -154,6 +155,13 @@ def test_invalid_recipes_are_refused(text, words, tmp_path):
 def test_missing_recipe_is_refused(tmp_path):
     with pytest.raises(ConversionError, match=r"none\.yaml"):
         read_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "T5"])
+@pytest.mark.parametrize("mixers", [["knocking"], "knocking", 5])
+def test_mixers_that_are_no_mapping_are_refused(mixers, backbone):
+    with pytest.raises(ConversionError, match="mixers=.*mapping"):
+        read_request(mixers, toys.mixed_config(backbone, {}))
 
 
 def test_duplicate_mixer_arguments_are_refused():

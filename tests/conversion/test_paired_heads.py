@@ -7,12 +7,14 @@ from transformers import AutoConfig
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.conversion.compress.paired_heads import pair_heads
+from crosshead.modeling.mechanisms.differential import Differential
 from tiers import grid
 from toy_checkpoints import write_stock
 
 PAIRED = {
     "version 2": {"version": 2},
-    "half values": {"half_values": "true"},
+    "half values": {"half_values": "True"},
     "half values, given": {"version": 1, "half_values": True, "norm": False},
 }
 
@@ -33,6 +35,23 @@ def test_differential_conversion_keeps_source_outputs(backbone, case, dtype, tmp
     config = AutoConfig.from_pretrained(tmp_path / "made", trust_remote_code=True)
     assert (config.num_attention_heads, config.head_dim) == (8, 8)
     assert config.num_key_value_heads == (2 if case == "version 2" else 4)
+
+
+@pytest.mark.parametrize("product", [-1.0, 0.3])
+def test_half_values_start_with_a_factor_of_zero(product):
+    """Also if exp(q1 . k1) + lambda_init is below 1, so that q2 . k2 must be negative."""
+    config = toys.mixed_config("Llama", {"differential": {"half_values": True, "norm": False}})
+    layout, options = config.layout_of_layer(0), config.mixers_of_layer(0)["differential"]
+    mechanism = Differential(layout, options)
+    created = {f"mixers.differential.{name}": tensor for name, tensor in mechanism.state_dict().items()}
+    first, second = (torch.zeros(layout.head_dim) for _ in range(2))
+    first[0], second[0] = 1.0, product
+    prefix = "mixers.differential.lambda_"
+    created |= {f"{prefix}q1": first, f"{prefix}k1": second}
+    projections = {f"{name}_proj.weight": torch.zeros(32, 8) for name in "qk"}
+    paired = created | pair_heads(projections, created, layout, mechanism)
+    terms = [paired[f"{prefix}q{i}"].double() @ paired[f"{prefix}k{i}"].double() for i in (1, 2)]
+    assert abs(terms[0].exp() - terms[1].exp() + mechanism.lambda_init) < 1e-6
 
 
 @pytest.mark.parametrize("case", ["version 2", "half values"])

@@ -110,6 +110,7 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"mixture": {"active_heads": 2, "router": "query_norm"}, "differential": {}}, SINGLE_HEADS),
     ({"mixture": {"active_heads": 3}, "explicit": {}}, GATES_LOST),
     ({"mixture": {"active_heads": 3, "layers": [1]}, "explicit": {}}, (*GATES_LOST, "layer 1")),
+    ({"gating": {}, "explicit": {}}, ("mixers.gating", *GATES_LOST[1:])),
     # Options of explicit.
     ({"explicit": {"key_heads": [1, 3]}}, ("explicit.key_heads=3", "1", "2", "layer 1")),
     ({"explicit": {"on": ["value"], "key_heads": 1}}, ("explicit.key_heads=1", "'key'", "explicit.on=['value']")),

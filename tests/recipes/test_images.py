@@ -119,10 +119,10 @@ def test_held_out_images_are_chosen_by_content(options, tmp_path):
     assert len(held_out | paths(before.sources)) == 24
     copied = Path(sorted(held_out)[0])
     (tmp_path / "data" / "cat" / "copy.png").write_bytes(copied.read_bytes())
-    picture(77).save(tmp_path / "data" / "ant" / "00a.png")
+    picture(77).save(tmp_path / "data" / "ant" / "00a.Png")
     after = open_image_data(replace(options, held_out=0.3))
-    new = {str(tmp_path / "data" / "cat" / "copy.png"), str(tmp_path / "data" / "ant" / "00a.png")}
-    assert held(after) - new == held_out
+    new = {str(tmp_path / "data" / "cat" / "copy.png"), str(tmp_path / "data" / "ant" / "00a.Png")}
+    assert held(after) - new == held_out and new <= held(after) | paths(after.sources)
     assert str(tmp_path / "data" / "cat" / "copy.png") in held(after)
     assert after.fingerprint != before.fingerprint
 
@@ -235,6 +235,7 @@ def test_empty_training_or_held_out_split_is_refused(options):
     [
         (("picture", "label"), {}, "no column 'picture'.*'image', 'label'"),
         (("image", "label"), {"label": [0, 1, 2, -1, 0, 1]}, "row 4 .* has no class in 'label'"),
+        (("image", "label"), {"label": [0, 1, 2, 2, None, 1]}, "row 5 .* has no class in 'label'"),
         (("image", "label"), {"image": [None, *map(picture, range(5))]}, "row 1 .*no image"),
     ],
 )
