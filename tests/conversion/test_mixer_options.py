@@ -160,7 +160,7 @@ def test_missing_recipe_is_refused(tmp_path):
 @pytest.mark.parametrize("backbone", ["Llama", "T5"])
 @pytest.mark.parametrize("mixers", [["knocking"], "knocking", 5])
 def test_mixers_that_are_no_mapping_are_refused(mixers, backbone):
-    with pytest.raises(ConversionError, match="mixers=.*mapping"):
+    with pytest.raises(ConversionError, match=r"mixers=.*mapping"):
         read_request(mixers, toys.mixed_config(backbone, {}))
 
 
