@@ -121,21 +121,21 @@ class Mixture(Mechanism):
             probabilities = routed(hidden_states) if routed else hidden_states[..., :0]
         top = probabilities.topk(self.selected_heads, dim=-1)
         shared_factor, routed_factor = (1.0, 1.0) if balance is None else balance(hidden_states).chunk(2, dim=-1)
-        if shared is None:
-            scores = probabilities.new_ones(*probabilities.shape[:-1], self.shared_heads)
-        else:
-            scores = shared_factor * shared(hidden_states)
+        shared_gates = probabilities.new_ones(*probabilities.shape[:-1], self.shared_heads)
+        if shared is not None:
+            shared_gates = shared_factor * shared(hidden_states)
         if self.settings["gate"] == "binary":
             selected = torch.zeros_like(probabilities).scatter(-1, top.indices, 1.0)
-            gates = straight_through(selected, routed_factor * probabilities)
-            return torch.cat([straight_through(torch.ones_like(scores), scores), gates], dim=-1), probabilities
-        gates, unit = top.values, self.settings["gate_scale"] == "unit"
+            routed_gates = straight_through(selected, routed_factor * probabilities)
+            shared_gates = straight_through(torch.ones_like(shared_gates), shared_gates)
+            return torch.cat([shared_gates, routed_gates], dim=-1), probabilities
+        top_gates, unit = top.values, self.settings["gate_scale"] == "unit"
         if unit:
-            gates = gates / gates.mean(-1, keepdim=True)
-            scores = scores if shared is None or self.shared_heads == 1 else self.shared_heads * scores
-        gates = torch.zeros_like(probabilities).scatter(-1, top.indices, gates * routed_factor)
-        gates = torch.cat([scores, gates], dim=-1)
-        return (gates + gates if unit and balance is not None else gates), probabilities
+            top_gates = top_gates / top_gates.mean(-1, keepdim=True)
+            shared_gates = shared_gates * (1 if shared is None else self.shared_heads)
+        routed_gates = torch.zeros_like(probabilities).scatter(-1, top.indices, top_gates * routed_factor)
+        gates = torch.cat([shared_gates, routed_gates], dim=-1)
+        return (2 * gates if unit and balance is not None else gates), probabilities
 
     def before_rope(self, state: AttentionState) -> None:
         """Compute gates from hidden states, or from queries before QK-norm and RoPE."""
