@@ -48,7 +48,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
     # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     classes = opened.config.architectures or []
-    if classes and not any(name in known or name.endswith(CAUSAL) for name in classes):
+    if classes and not any(class_name in known or class_name.endswith(CAUSAL) for class_name in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
     return replace(opened, tokenizer=open_tokenizer(opened))
 

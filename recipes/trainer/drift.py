@@ -33,7 +33,7 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
             continue  # stock TransNeXt also has modules of this class
         if any(map(_is_zero3_shard, leaf.parameters())):
             continue
-        first, second = (_initialised(leaf, seed) for seed in (0, 1))
+        first, second = (_initialised(leaf, seed) for seed in (0, 1))  # equal unless the start is random
         for part, parameter in leaf.named_parameters(recurse=False):
             is_fixed = name.startswith(neutral) and torch.equal(first[part], second[part])
             value = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter  # meta: not logged
