@@ -12,7 +12,7 @@ from .facts import PARTS
 
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
 """Conversion option -> command-line flag, for options with the same value in the record and on the command line."""
-HUB_NAME = re.compile(r"(?:[\w-]+/)?[\w-][\w.-]*")
+HUB_NAME = re.compile(r"(?:[\w-]+/)?[\w-][\w.-]*", re.ASCII)
 """Matches the dataset names that the Hub accepts."""
 CHOSEN = {
     "budget": ("explicit", {"key_heads", "value_heads", "layers", "on"}),
@@ -26,6 +26,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
     source, options = record["source"], record.get("options", {})
     words = ["crosshead", record.get("command", "convert"), source["name"], name]
     if record.get("command") == "fold":
+        words += ["--revision", source["revision"]] if source.get("revision") else []
         return shlex.join([*words, *(["--keep-cache"] if options.get("keep_cache") else [])])
     values = {**options, "revision": source.get("revision")}
     chosen = dict(pair for budget, pair in CHOSEN.items() if options.get(budget) is not None)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,9 +167,8 @@ def usage(facts: Facts) -> Iterator[str]:
     yield _code("python", "\n".join(load))
     if task.generates:
         yield "Scores, with lm-evaluation-harness:"
-        yield _code(
-            "sh", f"lm_eval --model hf --model_args pretrained={facts.name}{trusted.replace(' ', '')} --tasks piqa"
-        )
+        arguments = shlex.quote(f"pretrained={facts.name}{trusted.replace(' ', '')}")
+        yield _code("sh", f"lm_eval --model hf --model_args {arguments} --tasks piqa")
     yield "Adapters, with peft" + ("; the mechanisms are trained in full:" if facts.mixers else ":")
     saved = [f"    modules_to_save={json.dumps(list(facts.mixers))},"] if facts.mixers else []
     peft = [

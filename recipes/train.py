@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 RESULT = "training.json"
 ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
 """Absolute path at the start of a word or after `=`; group 1 is its last component."""
+QUOTED = re.compile(r"(['\"])/(?:[^'\"]*/)?([^'\"/]+)/?\1")
+"""Absolute path in quotes, which may contain spaces; group 2 is its last component."""
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
 """Files of the result that may contain access tokens, which are removed."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
@@ -196,4 +198,8 @@ def without_folders(value: Any) -> Any:
         return {key: without_folders(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [without_folders(part) for part in value]
-    return ABSOLUTE.sub(r"\1", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if value.startswith("/"):  # a path, which may contain spaces
+        return value.rstrip("/").rpartition("/")[2]
+    return ABSOLUTE.sub(r"\1", QUOTED.sub(r"\1\2\1", value))

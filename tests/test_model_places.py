@@ -1,5 +1,6 @@
 """Model names: short labels, and `name@revision` of the Hub in conversions, evaluations and recipes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from crosshead.common.errors import EvalError, RecipeError
 from crosshead.common.model_location import model_label, pretrained_arguments, split_revision
 from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer import models
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead_command.card_source import origin_of
@@ -109,7 +111,8 @@ def test_recipe_loads_the_revision(hub, saved, tmp_path):
         tokenizer = load_tokenizer(trained)
         assert models.vocabulary_size(trained) == toys.stock_config("Llama").vocab_size
         assert_equal(models.load_model(trained, tokenizer), weights)
-        assert_equal(models.load_teacher(name, 61, tokenizer), weights)
+        distilled = replace(trained, distillation=Distillation(teacher=name))
+        assert_equal(models.load_teacher(distilled, 61, tokenizer), weights)
         assert [path.read_bytes() for path in models.copied_files(trained.model)] == [files["LICENSE"]]
     missing = recipe(tmp_path, "org/toy@v2")
     with pytest.raises(RecipeError, match=r"model\.path=org/toy@v2 is not a folder"):

@@ -141,7 +141,7 @@ def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:
 
 def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = metadata.values.get("rope.scaling.type", "none")
+    kind = metadata.values.get("rope.scaling.type", "linear" if metadata.values.get("rope.scaling.factor") else "none")
     if kind in ("linear", "yarn"):
         parameters |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     elif kind != "none":

@@ -111,6 +111,8 @@ def _rope(config: Any, head_size: int) -> tuple[Metadata, list[float] | None]:
     if kind == "default":
         return keys, None
     if kind == "llama3":
+        if not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
+            raise _refused("high_freq_factor", parameters["high_freq_factor"])
         return keys, llama3_factors(parameters, head_size)
     if kind == "longrope":
         return keys, _longrope_factors(parameters, config.max_position_embeddings, head_size)

@@ -69,7 +69,7 @@ def tokenizer_metadata(tokenizer: Any, config: Any, name: str) -> Metadata:
         **kind,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        **{key: value for key, value in ids.items() if isinstance(value, int)},
+        **{key: value for key, value in ids.items() if isinstance(value, int) and 0 <= value < config.vocab_size},
         **_added(tokenizer, ids, name),
         **_templates(tokenizer.chat_template),
     }
@@ -120,7 +120,21 @@ def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
     known = next((key for key, expected in PRE_TOKENISERS.items() if parts == expected), None)
     if known is None:
         raise _refused(name, f"has a pre-tokeniser other than {', '.join(PRE_TOKENISERS)}: {quoted(parts)}")
+    _check_bpe(content, known, name)
     return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": known, "tokenizer.ggml.add_space_prefix": False}
+
+
+def _check_bpe(content: Mapping[str, Any], pre: str, name: str) -> None:
+    """Raise `ConversionError` for settings of byte-level BPE that GGUF cannot express."""
+    model, added = content["model"], {token["content"] for token in content["added_tokens"]}
+    for key in ("end_of_word_suffix", "continuing_subword_prefix", "dropout"):
+        if model.get(key):
+            raise _refused(name, f"has {key}={quoted(model[key])}")
+    merged, ignores = {"".join(pair) for pair in model["merges"]}, bool(model.get("ignore_merges"))
+    unmerged = (token for token in model["vocab"] if len(token) > 1 and token not in merged and token not in added)
+    # llama.cpp looks whole words up in the vocabulary for this pre-tokeniser alone
+    if ignores != (pre == "llama-bpe") and (token := next(unmerged, None)) is not None:
+        raise _refused(name, f"has ignore_merges={ignores} with the pre-tokeniser {pre} and the token {quoted(token)}")
 
 
 def _flat(part: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -144,7 +158,12 @@ def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
     prefix = {"type": "Prepend", "prepend": SPACE}
     if parts == [] and steps in ([prefix, spaced], [spaced]):
         has_prefix = prefix in steps
-    elif steps == [None] and [part["type"] for part in parts] == ["Metaspace"] and not parts[0].get("split", True):
+    elif (
+        steps == [None]
+        and [part["type"] for part in parts] == ["Metaspace"]
+        and not parts[0].get("split", True)
+        and parts[0]["replacement"] == SPACE
+    ):
         has_prefix = parts[0]["prepend_scheme"] != "never"
     else:
         raise _refused(name, f"has the normaliser {quoted(normaliser)} and the pre-tokenisers {quoted(parts)}")
@@ -170,6 +189,8 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str
                 raise _refused(name, "has no tokens for some bytes")
             types[index] = _BYTE
     for token in content["added_tokens"]:
+        if flags := [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]:
+            raise _refused(name, f"has the added token {quoted(token['content'])} with {flags[0]}")
         types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     if model["byte_fallback"] and tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = _UNKNOWN

@@ -74,10 +74,10 @@ def model_files(folder: Path) -> set[str]:
 
 
 def _remote_code(folder: Path) -> set[str]:
-    """Return the names of the Python files that `auto_map` in config.json names, and of their relative imports."""
+    """Return the names of the Python files that `auto_map` in the settings names, and of their relative imports."""
     names: set[str] = set()
-    for reference in _object(_read_json(folder / CONFIG).get("auto_map")).values():
-        module = folder / f"{str(reference).split('--')[-1].split('.')[0]}.py"
+    for reference in code_references(folder):
+        module = folder / f"{reference.split('--')[-1].split('.')[0]}.py"
         if module.is_file() and module.name not in names:
             names.add(module.name)
             try:
@@ -171,7 +171,8 @@ def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
     """Write an indented JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # it may be a link to another file
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # a lone surrogate, as in a file name that is not UTF-8, becomes its JSON escape
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
     partial.replace(path)
 
 

@@ -67,7 +67,7 @@ def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The licence in the metadata of a card; empty without the key `license`."""
     return (
         {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
-        if metadata.get("license")
+        if isinstance(metadata.get("license"), str)
         else {}
     )
 
@@ -82,10 +82,8 @@ def _in_gguf(path: Path) -> dict[str, Any]:
         "license_name": "general.license.name",
         "license_link": "general.license.link",
     }
-    fields: dict[str, Any] = {
-        "licence": {key: content[name] for key, name in named.items() if isinstance(content.get(name), str)}
-    }
+    fields: dict[str, Any] = {"licence": _licence({key: content.get(name) for key, name in named.items()})}
     address = content.get("general.source.repo_url") or content.get("general.base_model.0.repo_url")
     if isinstance(address, str) and address.startswith("https://huggingface.co/"):
-        fields["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
+        fields["base_model"] = "/".join(address.removeprefix("https://huggingface.co/").split("/")[:2])
     return fields

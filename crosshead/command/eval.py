@@ -84,7 +84,7 @@ def evaluate(
     else:
         from crosshead.evals.harness.evaluate import evaluate as run
 
-        report = run(models, suite or QUICK, tasks=_names(tasks), **tools, **options)
+        report = run(models, QUICK if suite is None else suite, tasks=_names(tasks), **tools, **options)
     lines = [*eval_lines(report), f"wrote {out}"]
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines))
 

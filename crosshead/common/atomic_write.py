@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import EvalError
@@ -10,6 +11,8 @@ from .errors import EvalError
 def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
     """`EvalError` if a file cannot be written. Called before a long computation whose result goes to these files."""
     for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise EvalError(f"{path} is a broken link: remove it")
         if not path.parent.is_dir():
             raise EvalError(f"the directory of {path} does not exist: create it first")
         if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -38,4 +41,5 @@ def write_atomically(contents: Mapping[Path, str]) -> None:
         raise EvalError(f"{next(iter(contents))} cannot be written: {error.strerror}") from error
     finally:
         for path in partial.values():
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -46,7 +46,8 @@ def json_object(line: str, location: str, error_type: type[ValueError]) -> dict[
 def conversation_text(tokenizer: Any, messages: Any, location: str, error_type: type[ValueError]) -> str:
     """The text of a conversation in the tokenizer's chat template; raise `error_type` if that is impossible."""
     if not (
-        isinstance(messages, list) and all(isinstance(message, dict) and "role" in message for message in messages)
+        isinstance(messages, list)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
     ):
         raise error_type(f"{location} has {messages!r:.60} as its messages: give objects with a role and a content")
     if tokenizer.chat_template is None:
@@ -61,9 +62,11 @@ def conversation_text(tokenizer: Any, messages: Any, location: str, error_type: 
 def _with_text(message: dict[str, Any], location: str, error_type: type[ValueError]) -> dict[str, Any]:
     """The message with its list of text parts joined, because most templates would print the list itself."""
     parts = message.get("content")
-    if not isinstance(parts, list):
+    if isinstance(parts, str) or (parts is None and message.get("tool_calls")):
         return message
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+    ):
         raise error_type(f"{location} has the content {parts!r:.60}: give text, or parts that are text")
     return message | {"content": "".join(part["text"] for part in parts)}
 

@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
     """The document with all scalars as strings; `ValueError` with one line for invalid YAML and repeated keys."""
     try:
         return _unshared(yaml.load(text, Loader=_TextLoader), count(1))
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, OverflowError) as error:
         raise ValueError(f"not YAML: {one_line(error)}") from None
 
 
@@ -64,7 +64,7 @@ def typed(value: Any) -> Any:
         return [typed(part) for part in value]
     if not isinstance(value, str):
         return value
-    if value in NULL or value.lower() in BOOLEANS:
+    if value.lower() in (*NULL, *BOOLEANS):
         return BOOLEANS.get(value.lower())
     for read in (int, float):
         try:

@@ -49,7 +49,7 @@ def masked_heads(
     for count in counts:
         losses = []
         for draw in range(times[count]):
-            generator = torch.Generator().manual_seed((seed * STRIDE + count) * STRIDE + draw)
+            generator = torch.Generator().manual_seed(((seed * STRIDE + count) * STRIDE + draw) % 2**64)
             with _masked(model, count, generator):
                 losses.append(_loss(model, tokens))
             done += 1

@@ -148,7 +148,7 @@ def _row(data: Data, name: str, score: Score) -> Row:
         raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from overflow
     return {
         "name": name,
-        "task": re.sub(r"[^\w.-]+", "_", name),  # the Hub allows few characters
+        "task": re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).lstrip(".") or "data",  # the Hub allows few characters
         "metric": score.metric,
         "filter": "none",
         "shots": None,

@@ -80,9 +80,9 @@ class LabelledRows(Data):
 
 def _value(label: Any, where: str) -> float:
     try:
-        value = float(label)
-    except (TypeError, ValueError):
+        value = math.nan if isinstance(label, bool) else float(label)
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise EvalError(f"{where}: the label {label!r} is not a number, as this model's num_labels=1 needs")
+        raise EvalError(f"{where}: the label {str(label)[:60]!r} is not a number, as this model's num_labels=1 needs")
     return value

@@ -28,7 +28,7 @@ from .token_cache import locked
 
 BLOCK = 1024
 """Number of images per block when a source is checked."""
-FORMAT = 1
+FORMAT = 2
 """Version of the digest cache; increment it when the digests of unchanged images change."""
 
 
@@ -107,9 +107,13 @@ class DatasetImages:
             for column in (image, label):
                 if column not in rows.column_names:
                     raise missing_column(f"the Hub dataset {source.path}", column, rows.column_names)
-            values, kind = rows[label][:], rows.features[label]
+            values, kind = [None if value != value else value for value in rows[label]], rows.features[label]  # NaN
             self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
             self._files = [Path(file["filename"]) for file in rows.cache_files]
+        if any(isinstance(value, list | dict) for value in values):
+            raise RecipeError(
+                f"the Hub dataset {source.path} has lists in {label!r}: choose a column with one class each"
+            )
         if isinstance(kind, datasets.ClassLabel):
             self.classes, self.labels = tuple(kind.names), [-1 if value is None else value for value in values]
         else:
@@ -136,8 +140,8 @@ class DatasetImages:
         return f"row {index + 1} of the Hub dataset {self._source.path}"
 
     def state(self) -> list[Any]:
-        """Return the column, the number of rows, and the files of the prepared dataset."""
-        return [self._image, len(self.labels), *file_states(self._files)]
+        """Return the column, the split, the number of rows, and the files of the prepared dataset."""
+        return [self._image, self._source.split, len(self.labels), *file_states(self._files)]
 
 
 def require_pillow() -> Any:

@@ -111,7 +111,7 @@ def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
             folders.clear()  # without this, a link to a parent folder would loop forever
             continue
         visited.add(real)
-        paths += [Path(root, name) for name in names if name.endswith(suffix)]
+        paths += [Path(root, name) for name in names if name.lower().endswith(suffix)]
     return sorted(path for path in paths if path.is_file())
 
 

@@ -75,6 +75,8 @@ class Recipe(sections.Section):
             raise RecipeError(f"model.vae={self.model.vae} is for the objective noise, not for {name}: leave it out")
         if is_noise and (self.model.path is not None or self.model.tokenizer is not None):
             raise RecipeError("model: the objective noise starts from `config`: leave path and tokenizer out")
+        if train.trainable != "all" and (is_noise or getattr(self.objective, "new_classifier", False)):
+            raise RecipeError(f"train.trainable={train.trainable!r} would leave new random weights untrained: use all")
         if is_noise and self.hub is not None:
             raise RecipeError("hub is not for the objective noise: upload the result with `hf upload`")
         if name == NEXT_TOKEN.name:

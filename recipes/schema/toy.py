@@ -130,7 +130,11 @@ def toy_config(
     if hasattr(large, "kv_lora_rank"):
         values = {name: getattr(large, name) for name in LATENT}
         sizes |= {name: min(value, LATENT[name]) for name, value in values.items() if value is not None}
-    return dict(content) | sizes | {"mixers": _toy_mixers(large, count)}
+    if content.get("layer_types"):
+        sizes["layer_types"] = [large.layer_types[index * large.num_hidden_layers // count] for index in range(count)]
+    ids = {key: value for key, value in content.items() if key.endswith("_token_id") and isinstance(value, int)}
+    kept = {key: value for key, value in content.items() if ids.get(key, 0) < vocabulary}
+    return kept | sizes | {"mixers": _toy_mixers(large, count)}
 
 
 def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
@@ -145,6 +149,7 @@ def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
         indices = [index * large.num_hidden_layers // count for index in range(count)]
         sizes |= {"hidden_size": 4 * large.num_attention_heads, "intermediate_size": 64, "num_hidden_layers": count}
         sizes |= {"image_size": 4 * large.patch_size}
+    sizes = {name: size for name, size in sizes.items() if name in known_keys(type(large))}
     mixers = {name: _toy_options(name, options, indices) for name, options in large.mixers.items()}
     return dict(content) | sizes | {"mixers": mixers}
 

@@ -117,7 +117,7 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
     """Train a run to its end; return the error message if it diverged, and the signal if it was stopped."""
     content = json.loads(json.dumps(asdict(run)))
     marker = Path(run.output) / DIVERGED
-    before = json.loads(marker.read_bytes()) if marker.exists() else {}
+    before = _read_marker(marker)
     if before.get("recipe") == content:
         return before["error"], None
 
@@ -128,11 +128,20 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
         outcome = train(run, show)
     except DivergedError as error:
         if is_main_process():
-            marker.write_text(json.dumps({"recipe": content, "error": str(error)}, indent=2), encoding="utf-8")
+            write_atomically({marker: json.dumps({"recipe": content, "error": str(error)}, indent=2)})
         return str(error), None
     finally:
         gc.collect()  # a trainer and its model are a reference cycle
     return None, (outcome.stopped_by or 0) if outcome.model is None else None
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    """Return the record of a diverged run; empty if it is missing or damaged, so that the run is repeated."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("error"), str) else {}
 
 
 def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:

@@ -44,13 +44,11 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
     if options is not None and options.teacher is not None:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
-        teacher = load_teacher(options.teacher, model.config.vocab_size, processor)
+        teacher = load_teacher(recipe, model.config.vocab_size, processor)
         if recipe.attention_loss_steps:
             check_layers_match(model, teacher, recipe.attention_loss_steps)
     if recipe.data.separate_documents and not is_deepspeed_zero3_enabled():
-        for key, loaded in (("model", model), ("distillation.teacher", teacher)):
-            if loaded is not None and not hasattr(loaded.config, "mixers"):  # crosshead models keep documents apart
-                check_documents_apart(loaded, key)
+        _check_documents(model, "model")
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
         try:
@@ -160,8 +158,9 @@ def vocabulary_size(recipe: Recipe) -> int:
     return load_config(options.path, "model.path", options).vocab_size
 
 
-def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
-    """Load the teacher, frozen and in its stored dtype, and check its vocabulary size."""
+def load_teacher(recipe: Recipe, vocabulary: int, tokenizer: Any) -> Any:
+    """Load the teacher, frozen and in its stored dtype; check its vocabulary, its context and separate documents."""
+    name, length = str(recipe.distillation and recipe.distillation.teacher), recipe.data.length
     teacher = _load(NEXT_TOKEN.auto_class, name, "distillation.teacher", "auto").eval().requires_grad_(False)
     size, highest = teacher.config.vocab_size, max(tokenizer.get_vocab().values(), default=-1)
     if not highest < size <= vocabulary:
@@ -169,7 +168,19 @@ def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
             f"distillation.teacher={name} has {size} tokens, but the tokenizer has {highest + 1} and the model "
             f"{vocabulary}: {USE_ITS_SOURCE}"
         )
+    context = getattr(teacher.config, "max_position_embeddings", None) or length
+    if length > context:
+        raise RecipeError(
+            f"data.length={length} is above the context of distillation.teacher={name}: use at most {context}"
+        )
+    if recipe.data.separate_documents:
+        _check_documents(teacher, "distillation.teacher")
     return teacher
+
+
+def _check_documents(model: Any, key: str) -> None:
+    if not hasattr(model.config, "mixers"):  # crosshead models keep documents apart
+        check_documents_apart(model, key)
 
 
 def replace_head(model: Any, other: Any) -> None:

@@ -57,7 +57,7 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     if arguments.world_size > 1:
         raise RecipeError(f"{arguments.world_size} processes would write the same logits: start one")
     vocabulary, tokenizer = vocabulary_size(recipe), load_tokenizer(recipe)
-    teacher = load_teacher(recipe.distillation.teacher, vocabulary, tokenizer).to(arguments.device)
+    teacher = load_teacher(recipe, vocabulary, tokenizer).to(arguments.device)
     data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     if folder.exists():
