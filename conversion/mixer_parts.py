@@ -18,6 +18,9 @@ def read_request(requested: Mapping[str, Any], config: Any) -> MixerRequest:
         raise ConversionError(
             f"mixers={requested!r} is not allowed: use a mapping of mechanism to options, such as {{'knocking': {{}}}}"
         )
+    for key in requested:
+        if not isinstance(key, str):
+            raise ConversionError(f"mixers has the key {key!r}: use the name of a mechanism")
     layouts, parts = config.layouts(), parts_of(config)
     if parts:
         return read_parts(requested, {part: [layouts[layer] for layer in parts[part]] for part in parts})

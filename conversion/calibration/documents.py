@@ -7,7 +7,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.hub_rows import hub_rows
-from crosshead.common.plain_text import conversation_text, json_object, read_text
+from crosshead.common.plain_text import check_characters, conversation_text, json_object, read_text
 
 from ..options import DATASET, is_dataset
 
@@ -26,7 +26,7 @@ Row = tuple[int, str, dict[str, Any]]
 
 def has_documents(calibration: Path) -> bool:
     """True if a --calibration value is a JSON Lines file or a dataset."""
-    return is_dataset(calibration) or calibration.suffix == LINES_SUFFIX
+    return is_dataset(calibration) or calibration.suffix.lower() == LINES_SUFFIX
 
 
 def read_documents(calibration: Path, tokenizer: Any) -> str:
@@ -76,8 +76,9 @@ def _dataset_rows(calibration: Path) -> Iterator[Row]:
 def _document(row: dict[str, Any], tokenizer: Any, location: str) -> str:
     """Return the text of a row, or its conversation formatted by the chat template."""
     if row.get(CHAT) is not None and (tokenizer.chat_template is not None or TEXT not in row):
-        return conversation_text(tokenizer, row[CHAT], location, ConversionError)
+        text = conversation_text(tokenizer, row[CHAT], location, ConversionError)
+        return check_characters(text, location, ConversionError)
     if not isinstance(row.get(TEXT), str):
         names = ", ".join(map(repr, row)) or "none"
         raise ConversionError(f"{location} has no text in {TEXT!r} and no {CHAT!r}: its fields are {names}")
-    return str(row[TEXT])
+    return check_characters(row[TEXT], location, ConversionError)

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from crosshead.common.errors import ConversionError
+
 from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, empty_model
 from ..sources.tensor_store import TensorStore, checked_entry
 
@@ -163,3 +165,9 @@ class StreamedModel:
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
         checked_entry(self._store, name, tuple(shape))
         return self._store.read(name)
+
+
+def check_finite(hidden: torch.Tensor) -> None:
+    """Raise `ConversionError` if hidden states are not finite, as those of a damaged checkpoint."""
+    if not hidden.isfinite().all():
+        raise ConversionError("the source computes nan or inf on the calibration text: its checkpoint is damaged")

@@ -163,7 +163,7 @@ class Text:
     @property
     def is_saved(self) -> bool:
         """True if the input is a saved calibration."""
-        return self.path is not None and self.path.suffix == CALIBRATION_SUFFIX
+        return self.path is not None and self.path.suffix.lower() == CALIBRATION_SUFFIX
 
     def described(self) -> dict[str, str | bool]:
         """Return name and digest of the input, for conversion.json."""

@@ -17,6 +17,7 @@ from ..calibration.text import Text, within_context
 from ..options import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
+from ..sources.tensor_store import stored_dtype
 from .budget_search import (
     ACTIVE,
     TRIAL_DOCUMENTATION,
@@ -119,7 +120,7 @@ class AutoLayers:
         chosen: dict[str, Any] = {}
         expected = 0.0
         if self.cache is not None:
-            choice = choose(losses, layouts, self.cache, self.target.dtype)
+            choice = choose(losses, layouts, self.cache, self.target.dtype or stored_dtype(self.source.store))
             key_heads, value_heads = zip(*choice.pairs, strict=True)
             chosen |= {"key_heads": key_heads, "value_heads": value_heads, "cache": round(choice.cache, 6)}
             expected += choice.loss

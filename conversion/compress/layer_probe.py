@@ -24,6 +24,7 @@ from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, load_tokenizer, windows
 from ..plan import check_source
 from ..sources.resolve import Source, open_source
+from ..sources.tensor_store import stored_dtype
 from .budget_search import (
     STRIDE,
     TRIAL_DOCUMENTATION,
@@ -114,6 +115,7 @@ def _measured(
             content = read_text(text, ConversionError)
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
+        config.dtype = config.dtype or stored_dtype(checkpoint.store)
         layouts = config.layouts()
         model, fit_text = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
         if active and fit_text.is_saved:

@@ -17,6 +17,7 @@ import torch
 from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 from crosshead.modeling.mechanisms.differential import Differential
+from crosshead.modeling.options import Layers
 
 from .layer_rewrites import Tensors
 
@@ -41,7 +42,11 @@ def doubled_heads(mixers: Mapping[str, Settings], config: Any) -> dict[str, Any]
             f"--mixer {others[0]} cannot be added together with pairs of heads for 'differential': add only "
             f"{', '.join(sorted(COMBINABLE - {'differential'}))}, or use differential:version=1"
         )
-    if sorted(settings.get("layers", range(config.num_hidden_layers))) != [*range(config.num_hidden_layers)]:
+    try:
+        layers = Layers().parse("mixers.differential.layers", settings.get("layers"), config.num_hidden_layers)
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
+    if layers not in (None, [*range(config.num_hidden_layers)]):
         raise ConversionError(
             f"mixers.differential.layers={settings['layers']!r} is not allowed here: a config has one number of "
             "heads, which is doubled in all layers; omit it"

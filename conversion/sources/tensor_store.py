@@ -102,3 +102,8 @@ def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entr
             f"the tensor {name} has the shape {list(entry.shape)}, but the config requires {list(shape)}"
         )
     return entry
+
+
+def stored_dtype(store: TensorStore) -> torch.dtype:
+    """Return the dtype of the largest tensor."""
+    return DTYPES[max(store.entries.values(), key=lambda entry: entry.size).dtype]
