@@ -1,4 +1,4 @@
-"""Atomic file writes: a symlink stays a symlink, and only regular files are replaced."""
+"""Atomic file writes: a symlink stays a symlink, only regular files are replaced, and errors are `EvalError`s."""
 
 import os
 
@@ -22,3 +22,16 @@ def test_named_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(EvalError, match="pipe is not a regular file"):
         check_targets([tmp_path / "pipe"], overwrite=True)
+
+
+def test_broken_link_is_refused_before_the_computation(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "none.json")
+    with pytest.raises(EvalError, match=r"link\.json is a broken link"):
+        check_targets([tmp_path / "link.json"], overwrite=True)
+
+
+def test_too_long_partial_name_is_refused(tmp_path):
+    path = tmp_path / ("a" * 250)  # valid, but not with the ending of the temporary name
+    with pytest.raises(EvalError, match=r"a{250} cannot be written"):
+        write_atomically({path: "new"})
+    assert list(tmp_path.iterdir()) == []

@@ -63,6 +63,7 @@ CASES = {
     "eval": (2, "eval [OPTIONS]"),
     "eval none --suite offline": (1, "none"),
     "eval source --suite best": (1, "best"),
+    "eval source --suite=": (1, "no suite ''"),
     "eval source --suite offline --tasks arc_easy": (2, "--tasks"),
     "eval source --suite offline --data text.txt": (2, "--data"),
     "eval source --suite offline --include-path .": (2, "--include-path"),

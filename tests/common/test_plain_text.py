@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from crosshead.common.errors import EvalError
-from crosshead.common.plain_text import read_text
+from crosshead.common.plain_text import conversation_text, read_text
 
 
 def test_read_text_keeps_content_unchanged(tmp_path):
@@ -39,3 +41,29 @@ def test_byte_order_mark_is_removed(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes("words".encode("utf-8-sig"))
     assert read_text(path, EvalError) == "words"
+
+
+TOKENIZER = SimpleNamespace(chat_template="toy", apply_chat_template=lambda messages, tokenize: repr(messages))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": 5},
+        {"role": "user", "content": True},
+        {"role": "user", "content": {"text": "hi"}},
+        {"role": "user", "content": None},
+        {"role": "user", "content": None, "tool_calls": []},
+        {"role": "user"},
+        {"role": None, "content": "hi"},
+    ],
+)
+def test_content_and_roles_of_wrong_types_are_refused(message):
+    with pytest.raises(EvalError, match=r"^a\.jsonl, line 3 has ") as caught:
+        conversation_text(TOKENIZER, [{"role": "user", "content": "hi"}, message], "a.jsonl, line 3", EvalError)
+    assert "\n" not in str(caught.value)
+
+
+def test_tool_call_needs_no_content():
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "search"}}]}
+    assert conversation_text(TOKENIZER, [message], "a.jsonl, line 3", EvalError) == repr([message])

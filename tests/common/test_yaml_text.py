@@ -10,8 +10,8 @@ def test_parse_yaml_keeps_scalars_as_text():
 
 
 def test_typed_converts_text_scalars():
-    content = parse_yaml("{on: True, a: [1e-5, 1_000, '7', ~, 1e999, text], b: {c: no}}")
-    assert typed(content) == {"on": True, "a": [1e-5, 1000, 7, None, "1e999", "text"], "b": {"c": "no"}}
+    content = parse_yaml("{on: True, a: [1e-5, 1_000, '7', ~, Null, NULL, 1e999, text], b: {c: no}}")
+    assert typed(content) == {"on": True, "a": [1e-5, 1000, 7, None, None, None, "1e999", "text"], "b": {"c": "no"}}
 
 
 def test_typed_keeps_converted_values():
@@ -25,7 +25,7 @@ def test_anchor_aliases_are_independent():
     assert second == {"a": "b"}
 
 
-@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: [", "a: &a [*a]", "{a: b"])
+@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: [", "a: &a [*a]", "{a: b", r'a: "\UFFFFFFFF"'])
 def test_invalid_yaml_raises_one_line_error(text):
     with pytest.raises(ValueError, match="YAML") as caught:
         parse_yaml(text)

@@ -55,6 +55,8 @@ def workdir(models, tmp_path, monkeypatch):
     write_rows(tmp_path / "equal.jsonl", [row | {"label": 1.5} for row in ROWS])
     write_rows(tmp_path / "few.jsonl", ROWS[:2])
     write_rows(tmp_path / "words.jsonl", [*ROWS, ROWS[0] | {"label": "nan"}])
+    write_rows(tmp_path / "true.jsonl", [*ROWS, ROWS[0] | {"label": True}])
+    write_rows(tmp_path / "huge.jsonl", [*ROWS, ROWS[0] | {"label": 10**400}])
     (tmp_path / "short.tsv").write_text("sentence\tlabel\nw50\t1\nw51\n")
     (tmp_path / "json.jsonl").write_text('{"sentence": "w50", "label": 1}\n{"sentence": \n')
     (tmp_path / "twice.tsv").write_text("sentence\tlabel\tlabel\nw50\t1\t0\n")
@@ -102,6 +104,8 @@ CASES = {
     "several --data rows.tsv": ["several", "problem_type"],
     "broken --data rows.tsv": ["broken", "weights"],
     "regression --data words.jsonl": ["words.jsonl, line 7", "'nan'", "num_labels=1"],
+    "regression --data true.jsonl": ["true.jsonl, line 7", "'True'", "num_labels=1"],
+    "regression --data huge.jsonl": ["huge.jsonl, line 7", "'1000", "num_labels=1"],
     "regression --data equal.jsonl": ["equal.jsonl"],
     "regression --data few.jsonl": ["few.jsonl", "3 rows"],
     "masked --data empty.txt": ["empty.txt", "empty"],

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import yaml
 
 from broken import run
-from crosshead.model_cards.commands import datasets, recipe_yaml
+from crosshead.model_cards.commands import convert_command, datasets, recipe_yaml
 from crosshead.model_cards.facts import Facts
 from crosshead.model_cards.metadata import tags
-from crosshead.model_cards.sections import citation
+from crosshead.model_cards.sections import citation, usage
 from crosshead.recipes.schema.load import load_recipe
 from crosshead_command import card_source
 from crosshead_command.card import write_card
+from gguf_toys import model, write_model
 from toy_checkpoints import write_stock
 from toy_data import write_jsonl
 from toy_eval import write_scorable
@@ -140,3 +142,26 @@ def test_card_cites_paper_of_differential_version(version, cited):
     facts = Facts(name="made", config=config)
     assert cited in "".join(citation(facts)) and "".join(citation(facts)).count("@misc") == 1
     assert [tag for tag in tags(facts) if tag.startswith("arxiv")] == ["arxiv:2410.05258"][: 2 - version]
+
+
+@pytest.mark.parametrize("revision", ["a" * 40, None])
+def test_fold_command_on_card_has_the_revision(revision):
+    source = {"kind": "hub", "name": "org/made", "revision": revision}
+    expected = "crosshead fold org/made stock" + (f" --revision {revision}" if revision else "")
+    assert convert_command({"command": "fold", "source": source}, "stock") == expected
+
+
+def test_scoring_command_on_card_quotes_the_name():
+    text = "\n".join(usage(Facts(name="my model", config={"model_type": "llama"})))
+    command = re.search(r"^lm_eval .*$", text, re.MULTILINE)[0]
+    assert shlex.split(command)[3:6] == ["--model_args", "pretrained=my model", "--tasks"]
+
+
+def test_gguf_with_licence_link_only_and_address_of_a_page(tmp_path):
+    metadata = {
+        "general.license.link": "https://example.org/licence",
+        "general.source.repo_url": "https://huggingface.co/org/m/tree/main",
+    }
+    path = tmp_path / "toy.gguf"
+    write_model(path, model("Llama"), "Llama", **metadata)
+    assert card_source.origin_of({}, path) == {"licence": {}, "base_model": "org/m"}

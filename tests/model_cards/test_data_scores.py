@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard
 import crosshead
 import scoring_toys
 from broken import run
+from crosshead.model_cards.commands import HUB_NAME
 from image_toys import write_image_model
 from scoring_toys import labelled, write_class_folders, write_rows
 
@@ -80,3 +81,13 @@ def test_card_scores_of_masked_language_model(run_cli, tmp_path):
     run_cli("card made --eval eval.json")
     assert results(tmp_path / "made").keys() == {"loss", "perplexity", "accuracy"}
     run_cli("push made me/made --dry-run")
+
+
+@pytest.mark.parametrize("name", ["données.tsv", ".dev.tsv"])
+def test_task_name_of_any_file_is_valid_on_the_hub(name, run_cli, tmp_path):
+    scoring_toys.write_classifier(tmp_path / "made", num_labels=2)
+    write_rows(tmp_path / name, labelled(scoring_toys.classes(6, 2)))
+    run_cli(f"eval made --data {name}")
+    report = json.loads((tmp_path / "eval.json").read_text())
+    (task,) = {score["task"] for score in report["models"][0]["scores"]}
+    assert report["data"]["name"] == name and task.isascii() and HUB_NAME.fullmatch(task)
