@@ -8,7 +8,7 @@ import pytest
 import crosshead
 from command_chain import FILES, PLANTED, plant
 from crosshead.common.access_tokens import leave_out_tokens
-from crosshead.recipes.train import train
+from crosshead.recipes.train import train, without_folders
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import load_model
 from toy_checkpoints import write_stock
@@ -77,3 +77,9 @@ def test_config_is_saved_without_token(tmp_path):
     config.save_pretrained(tmp_path)
     assert PLANTED not in (tmp_path / "config.json").read_text() + str(config)
     assert json.loads((tmp_path / "config.json").read_text())["mixers"] == config.mixers
+
+
+def test_folders_with_spaces_are_left_out_of_published_recipe():
+    convert = "crosshead convert '/home/alice smith/secret/m' out"
+    content = {"output": "/home/alice smith/x/runs/x", "convert": convert}
+    assert without_folders(content) == {"output": "x", "convert": "crosshead convert 'm' out"}

@@ -150,6 +150,11 @@ CASES = {
     "smaller teacher": Case("100 tokens", other_teacher(vocab_size=100), MIXTURE),
     "deeper teacher": Case("num_hidden_layers=7", other_teacher(num_hidden_layers=7), MIXTURE),
     "wider teacher": Case("hidden_size=", other_teacher(num_hidden_layers=4, hidden_size=64), MIXTURE),
+    "teacher with a short context": Case(
+        "data.length=64 is above the context of distillation.teacher=",
+        other_teacher(max_position_embeddings=32),
+        MIXTURE,
+    ),
     "no logits": Case(
         f"distillation.logits={NOWHERE}", changed_section("distillation", teacher=None, logits=NOWHERE), MIXTURE
     ),

@@ -154,6 +154,7 @@ def test_toy_images_differ_between_classes(tmp_path):
 def write_dataset(tmp_path: Path, **columns) -> DataOptions:
     """Write a local copy of a Hub dataset, and return options that read it."""
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee", "cat"])}
+    features |= {"size": datasets.Value("float32"), "parts": datasets.Sequence(datasets.Value("int64"))}
     content = {"image": [picture(number) for number in range(6)], "label": [2, 0, 1, 2, 0, 1]} | columns
     kinds = datasets.Features({name: features.get(name, datasets.Value("string")) for name in content})
     (tmp_path / "copy").mkdir()
@@ -173,6 +174,15 @@ def test_dataset_labels_may_be_strings(tmp_path):
     options = write_dataset(tmp_path, kind=["b", "a", "b", "a", "c", "b"])
     inputs = find_image_inputs(options, columns=("image", "kind"))
     assert inputs.classes == ("a", "b", "c") and inputs.sources[0].labels == [1, 0, 1, 0, 2, 1]
+
+
+def test_splits_of_one_dataset_have_different_fingerprints(tmp_path):
+    options = write_dataset(tmp_path)
+    splits = [(replace(options.sources[0], split=split),) for split in ("train[:3]", "train[3:]")]
+    parts = [open_image_data(replace(options, sources=sources)) for sources in splits]
+    states = [part.sources[0].source.state() for part in parts]
+    assert states[0] != states[1] and parts[0].fingerprint != parts[1].fingerprint
+    assert parts[1].sources[0][0]["image"].tobytes() == picture(3).tobytes()
 
 
 def truncate_image(folder: Path) -> None:
@@ -236,6 +246,8 @@ def test_empty_training_or_held_out_split_is_refused(options):
         (("picture", "label"), {}, "no column 'picture'.*'image', 'label'"),
         (("image", "label"), {"label": [0, 1, 2, -1, 0, 1]}, "row 4 .* has no class in 'label'"),
         (("image", "label"), {"label": [0, 1, 2, 2, None, 1]}, "row 5 .* has no class in 'label'"),
+        (("image", "size"), {"size": [0, 1, float("nan"), 1, 0, 1]}, "row 3 .* has no class in 'size'"),
+        (("image", "parts"), {"parts": [[0], [1], [0, 1], [1], [0], [1]]}, "^the Hub .* has lists in 'parts'.*$"),
         (("image", "label"), {"image": [None, *map(picture, range(5))]}, "row 1 .*no image"),
     ],
 )

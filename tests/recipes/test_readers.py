@@ -54,6 +54,12 @@ def test_leading_byte_order_mark_is_dropped(tmp_path, monkeypatch):
     assert read_all(source_of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
 
 
+def test_suffix_of_files_in_folder_may_be_uppercase(tmp_path):
+    for name in ("a.txt", "b.TXT", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert read_all(source_of(tmp_path, "text"))[0] == ["a.txt", "b.TXT"]
+
+
 def test_symlinked_folders_are_read_once(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "b.txt").write_text("b")

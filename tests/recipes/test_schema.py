@@ -187,6 +187,14 @@ def test_invalid_values_are_refused(tmp_path, change):
     assert str(path) in assert_refused(path, [change], BAD_VALUES[change])
 
 
+@pytest.mark.parametrize(
+    ("name", "change"), [("small/digits_dit", "watch.every=1"), ("small/vit_mixture", "objective.new_classifier=true")]
+)
+def test_training_mixers_alone_is_refused_beside_new_random_weights(name, change):
+    load_recipe(name, [change])
+    assert_refused(name, [change, "train.trainable=mixers"], "train.trainable='mixers' would leave new random weights")
+
+
 BAD_CHANGES = {
     "train.learning_rate": "key=value",
     "=1": "key=value",

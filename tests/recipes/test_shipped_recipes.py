@@ -166,6 +166,29 @@ def test_toy_config_keeps_layer_selection_of_mechanisms():
     assert small.mixers["knocking"]["layers"] == [2]
 
 
+def test_toy_config_shortens_layer_types_and_drops_ids_beyond_vocabulary():
+    content = {
+        "model_type": "crosshead_qwen3",
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"] * 2,
+        "pad_token_id": 151_643,
+        "eos_token_id": 256,
+        "mixers": {"knocking": {}},
+    }
+    small = toy_config(content, 257)
+    assert small["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert "pad_token_id" not in small and small["eos_token_id"] == 256
+    AutoModelForCausalLM.from_config(model_config(small))
+
+
+def test_toy_of_dinov2_classifies_images(tmp_path):
+    sizes = "{model_type: crosshead_dinov2, num_hidden_layers: 8, num_labels: 1000, mixers: {knocking: {}}}"
+    small = toy(load_recipe("small/vit_mixture", ["model.config=null", f"model.config={sizes}"]), tmp_path)
+    model, config = auto_class(small).from_pretrained(small.model.path), config_of(small)
+    assert type(model).__name__ == "CrossheadDinov2ForImageClassification" and config.num_hidden_layers == 4
+    assert model(**objective_of(small).example(config, 1)).logits.shape == (1, 4)
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_toy_config_of_deepseek_is_small(version):
     content = {"model_type": f"crosshead_deepseek_v{version}", "num_experts_per_tok": 6, "mixers": {"knocking": {}}}

@@ -129,6 +129,18 @@ def test_changed_recipe_repeats_diverged_runs(recipe, fake_trainer):
     assert 1e-3 in again.rates and report["runs"][1]["stable"]
 
 
+@pytest.mark.parametrize("kept", [20, None])
+def test_damaged_record_of_diverged_run_is_ignored(kept, recipe, fake_trainer):
+    """`kept` is the number of bytes of the truncated record; None replaces it by a list."""
+    fake_trainer(diverges=[1e-3])
+    sweep(recipe)
+    marker = Path(recipe.output) / "rate_0.001" / module.DIVERGED
+    marker.write_bytes(b"[]" if kept is None else marker.read_bytes()[:kept])
+    again = fake_trainer()
+    report = sweep(recipe)
+    assert 1e-3 in again.rates and report["runs"][1]["stable"]
+
+
 def test_errors_other_than_divergence_are_raised(recipe, monkeypatch):
     def full(run, progress):
         raise RecipeError("lower train.learning_rate, or the checkpoint could not be written")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from broken import run as run_command
 from crosshead.common.errors import RecipeError
@@ -19,6 +19,7 @@ from crosshead.recipes.trainer import teacher_logits as module
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import vocabulary_size
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOG_PROBS, WithTeacher, run_key, save_teacher
+from toy_checkpoints import write_stock
 from toy_training import KNOCKING, MIXTURE, killed, losses, resumed, toy_run, train, weights
 
 
@@ -166,6 +167,25 @@ def test_saving_logits_into_existing_folder_is_refused(recipe, tmp_path):
 def test_saving_logits_without_teacher_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(toy_run(KNOCKING, tmp_path), tmp_path / "logits")
+
+
+def test_saving_logits_of_teacher_with_short_context_is_refused(recipe, tmp_path):
+    teacher = str(write_stock(tmp_path / "short", vocab_size=257, max_position_embeddings=32))
+    with pytest.raises(RecipeError, match=r"data\.length=64 .*distillation\.teacher=.*short: use at most 32$"):
+        save_teacher(replace(recipe, distillation=replace(recipe.distillation, teacher=teacher)), tmp_path / "logits")
+    assert not (tmp_path / "logits").exists()
+
+
+def test_saving_logits_of_teacher_that_mixes_documents_is_refused(recipe, tmp_path):
+    shape = OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, vocab_size=257)
+    shape.word_embed_proj_dim = 32
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "opt")
+    options = replace(recipe.distillation, teacher=str(tmp_path / "opt"))
+    separate = replace(recipe, distillation=options, data=replace(recipe.data, separate_documents=True))
+    with pytest.raises(RecipeError, match=r"data\.separate_documents=true .*distillation\.teacher, a OPTForCausalLM"):
+        save_teacher(separate, tmp_path / "logits")
+    assert not (tmp_path / "logits").exists()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
