@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 import crosshead
 import toys
+from broken import config, value
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
 from crosshead.conversion.calibration.streamed_model import StreamedModel
@@ -109,6 +110,13 @@ def test_chosen_cache_share_equals_measured_cache_share(dtype, tmp_path):
     assert report["chosen"]["cache"] == pytest.approx(after / before, abs=1e-6)
 
 
+def test_cache_without_dtype_in_config_is_counted_in_stored_dtype(text, tmp_path):
+    source = write_stock(tmp_path / "source", "Qwen3", None, torch.bfloat16, num_key_value_heads=4)
+    config(dtype=...)(source)
+    planned = crosshead.convert(source, tmp_path / "out", {}, cache="80%", calibration=text, plan_only=True)
+    assert planned["kv_bytes_per_token_after"] / planned["kv_bytes_per_token_before"] <= 0.8
+
+
 def test_component_counts_are_tried_in_quarters():
     assert counts_to_try(2) == [1]
     assert counts_to_try(4) == [1, 2, 3]
@@ -161,6 +169,16 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 100)
     return path
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"mixers": {"explicit": {"key_heads": 1}}}, {"mixers": {}, "active": "75%"}], ids=str
+)
+def test_nan_in_checkpoint_is_refused(arguments, text, tmp_path):
+    source = write_stock(tmp_path / "source")
+    value("model.layers.0.mlp.up_proj.weight", float("nan"))(source)
+    with pytest.raises(ConversionError, match="nan"):
+        crosshead.convert(source, tmp_path / "out", calibration=text, **arguments)
 
 
 def test_active_head_counts_are_tried_in_sixths():

@@ -110,6 +110,8 @@ BAD = {
     "null": ('{"text": null}', "'text'"),
     "nothing": ('{"text": ""}', "no text"),
     "no message": ('{"messages": 3}', "line 1"),
+    "half a surrogate": ('{"text": "w1 \\ud800"}', "line 1 "),
+    "half a surrogate in a message": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 1 "),
     "half a message": ('{"messages": [{"role": "user"}, 1]}', "line 1"),
 }
 
@@ -123,6 +125,11 @@ def test_damaged_jsonl_gives_one_line_error(case, tmp_path):
     with pytest.raises(ConversionError, match=words) as error:
         read_documents(tmp_path / "bad.jsonl", tokenizer)
     assert "\n" not in str(error.value)
+
+
+def test_suffix_of_json_lines_may_be_upper_case(source, tmp_path):
+    lines = write_lines(tmp_path / "texts.JSONL", [{"text": text} for text in TEXTS])
+    assert Text.of(lines, open_source(source, scratch=tmp_path)).documents == "\n\n".join(TEXTS)
 
 
 def test_conversations_without_chat_template_are_refused(tmp_path):

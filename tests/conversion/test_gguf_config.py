@@ -126,6 +126,8 @@ def test_rope_factors_with_scaling_metadata_are_refused(tmp_path):
     [
         ({"type": "none"}, {"rope_type": "default"}),
         ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 64, "finetuned": 1},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},

@@ -207,6 +207,11 @@ REFUSED = {
     "scaled": ("Llama", {"rope_parameters": LONGROPE | {"attention_factor": 1.5}}, "attention_factor=1.5"),
     "beta": ("Llama", {"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast=16"),
     "scaled yarn": ("Llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor=1.0"),
+    "equal frequency factors": (
+        "Llama",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}},
+        "high_freq_factor=4.0",
+    ),
     "llama3 elsewhere": ("Qwen3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     "activation": ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window=True"),

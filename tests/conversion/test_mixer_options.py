@@ -164,6 +164,13 @@ def test_mixers_that_are_no_mapping_are_refused(mixers, backbone):
         read_request(mixers, toys.mixed_config(backbone, {}))
 
 
+@pytest.mark.parametrize("backbone", ["Llama", "T5"])
+@pytest.mark.parametrize("key", [5, None, ("a", "b")], ids=str)
+def test_keys_that_are_no_strings_are_refused(key, backbone):
+    with pytest.raises(ConversionError, match=r"mixers has the key .*name of a mechanism"):
+        read_request({key: {}}, toys.mixed_config(backbone, {}))
+
+
 def test_duplicate_mixer_arguments_are_refused():
     with pytest.raises(ConversionError, match="knocking"):
         with_recipe(None, ["knocking", "knocking:form=linear"], {})

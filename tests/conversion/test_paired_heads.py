@@ -78,6 +78,8 @@ def test_all_parameters_get_gradients_in_second_step(case, backbone, tmp_path):
         ({"differential": {"version": 2}, "explicit": {}}, ("explicit", "knocking")),
         ({"differential": {"half_values": True}, "mixture": {"active_heads": 3, "method": "paper"}}, ("mixture",)),
         ({"differential": {"version": 2, "layers": [0]}}, ("differential.layers=[0]", "all layers")),
+        ({"differential": {"version": 2, "layers": 0}}, ("mixers.differential.layers",)),
+        ({"differential": {"version": 2, "layers": ["a", 0]}}, ("mixers.differential.layers",)),
         ({"differential": {"half_values": True, "norm": True}}, ("differential", "--allow-inexact")),
         ({"differential": {}}, ("differential", "--allow-inexact")),
         ({"differential": {"version": 3}}, ("version=3", "1 or 2")),
@@ -90,3 +92,11 @@ def test_unsupported_differential_requests_are_refused(mixers, words, tmp_path):
         crosshead.convert(source, tmp_path / "made", mixers)
     assert all(word in str(raised.value) for word in words)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("layers", [None, [1, 0]])
+def test_all_layers_may_be_named(layers, tmp_path):
+    mixers = {"differential": {"version": 2, "layers": layers}}
+    crosshead.convert(write_stock(tmp_path / "source"), tmp_path / "made", mixers, verify=False)
+    config = AutoConfig.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    assert all("differential" in config.mixers_of_layer(layer) for layer in range(2))

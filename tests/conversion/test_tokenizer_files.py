@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import crosshead
-from crosshead.conversion.sources.model_folder import remove_loading_arguments
+from crosshead.conversion.sources.model_folder import model_files, remove_loading_arguments, write_json
 from toy_checkpoints import write_stock
 
 CLEAN = """
@@ -50,6 +50,22 @@ def test_custom_tokenizer_code_is_neither_copied_nor_named(tmp_path):
     assert not (tmp_path / "model" / "own_tokens.py").exists()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=True)
     assert loaded("ab").input_ids == [1, 2]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_tokenizer_belongs_to_the_model(file, tmp_path):
+    write_json(tmp_path / file, {"auto_map": {"AutoTokenizer": [None, "own_tokens.OwnTokens"]}})
+    (tmp_path / "own_tokens.py").write_text("from .own_parts import x\n")
+    for name in ("own_parts.py", "run.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    assert model_files(tmp_path) == {file, "own_tokens.py", "own_parts.py"}
+
+
+def test_lone_surrogate_is_written_as_json_escape(tmp_path):
+    content = {"source": "caf\udce9 \u4e16"}
+    write_json(tmp_path / "x.json", content)
+    written = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert "caf\\udce9 \u4e16" in written and json.loads(written) == content
 
 
 def test_files_of_read_only_source_are_copied_writable(tmp_path):
