@@ -80,6 +80,6 @@ def test_config_is_saved_without_token(tmp_path):
 
 
 def test_folders_with_spaces_are_left_out_of_published_recipe():
-    convert = "crosshead convert '/home/alice smith/secret/m' out"
-    content = {"output": "/home/alice smith/x/runs/x", "convert": convert}
+    convert = "crosshead convert '/data/alice smith/secret/m' out"
+    content = {"output": "/data/alice smith/x/runs/x", "convert": convert}
     assert without_folders(content) == {"output": "x", "convert": "crosshead convert 'm' out"}
