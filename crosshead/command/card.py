@@ -76,7 +76,7 @@ def _cost(facts: Any) -> dict[str, Any]:
     if "_class_name" in facts.config:
         from crosshead.evals.cost.dit_config import DiTConfig
 
-        dit = DiTConfig.read(facts.config)
+        dit = DiTConfig.read(facts.config, facts.name)
         return cost_report(dit, dit.tokens)
     config = saved_config(dict(facts.config), facts.name)
     if not hasattr(config, "mixers"):

@@ -71,19 +71,13 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 
 def _dit_config(content: dict[str, Any], requested: Any, name: str) -> Any:
     """The config of a DiT; the mechanisms of --mixer, if any, replace its own."""
-    from crosshead.common.errors import one_line
     from crosshead.conversion.options import read_mixers
-    from crosshead.evals.cost.dit_config import CLASSES, DiTConfig
+    from crosshead.evals.cost.dit_config import DiTConfig
 
-    if content["_class_name"] not in CLASSES:
-        raise ValueError(f"{name} has _class_name={content['_class_name']!r}: use {' or '.join(CLASSES)}")
-    try:
-        config = DiTConfig.read(content)
-    except ImportError:
-        raise
-    except Exception as error:  # diffusers checks few values; torch or Python raises for the others
-        raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
-    return DiTConfig.read(content, read_mixers(requested, config.layouts()).mixers) if requested else config
+    config = DiTConfig.read(content, name)
+    if not requested:
+        return config
+    return config.with_mixers(read_mixers(requested, config.on_meta().layouts()).mixers)
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:

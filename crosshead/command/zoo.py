@@ -95,7 +95,7 @@ def _counted(recipe: Any) -> Any:
 
     config = model_config(recipe.model.config, recipe.objective)
     if recipe.objective.name == "noise":
-        return DiTConfig.read(asdict(config))
+        return DiTConfig(asdict(config), config.mixers)
     config.dtype = DTYPE
     config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
     return config

@@ -38,12 +38,7 @@ def open_dit(name: str) -> Opened | None:
     content = read_object(folder / "config.json", LARGEST, "a config.json")
     if content.get("_class_name") not in CLASSES:
         return None
-    try:
-        model = DiTConfig.read(content).on_meta()
-    except ImportError:
-        raise
-    except Exception as error:  # diffusers checks few of the values, so that torch or Python raises
-        raise EvalError(f"config.json of {name} cannot be used: {one_line(error)}") from error
+    model = DiTConfig.read(content, name).on_meta()
     fields = model.config
     config = SimpleNamespace(
         model_type=DiTConfig.model_type,

@@ -37,7 +37,7 @@ def counted_flops(model):
 
 @pytest.mark.parametrize("mixers", [{}, MIXTURE, {"knocking": {}, "gating": {}}], ids=str)
 def test_dit_cost_matches_built_model(mixers):
-    config = DiTConfig.read(SIZES, mixers)
+    config = DiTConfig(SIZES).with_mixers(mixers)
     model = our_dit(mixers) if mixers else stock_dit()
     assert usual_length(config, 1) == TOKENS
     cost = model_cost(config, TOKENS)
@@ -57,8 +57,8 @@ def test_dit_cost_matches_built_model(mixers):
 def test_dit_costs_match_tables_of_dit_and_moh_papers(name):
     blocks, width, heads, millions, routed, printed = PAPERS[name]
     sizes = {"num_attention_heads": heads, "attention_head_dim": width // heads, "num_layers": blocks}
-    content = {"_class_name": "DiTTransformer2DModel", "out_channels": 8, **sizes}
-    report = cost_report(DiTConfig.read(content, {"mixture": {"active_heads": heads - 1}}), 256)
+    content = {"out_channels": 8, **sizes}
+    report = cost_report(DiTConfig(content).with_mixers({"mixture": {"active_heads": heads - 1}}), 256)
     cost, stock = report["cost"], report["stock"]
     # Both papers count the time and class embedding once, and also the position table, which is not trained.
     ours = {part: report[part]["parameters"] - stock["copied_parameters"] + 256 * width for part in ("cost", "stock")}
@@ -88,7 +88,7 @@ def run_cli(tmp_path, capfd, monkeypatch):
 def test_cost_command_reads_diffusers_folders(run_cli):
     status, out, err = run_cli("cost ours --json")
     assert (status, err) == (0, "")
-    expected = cost_report(DiTConfig.read(SIZES, MIXTURE), TOKENS)
+    expected = cost_report(DiTConfig(SIZES).with_mixers(MIXTURE), TOKENS)
     assert json.loads(out) == {"model": "ours"} | expected and expected["model_type"] == "dit"
     mixer = "mixture:active_heads=75%,shared_heads=2,method=paper,router=two_stage,gate=weighted"
     status, mixed, _ = run_cli(f"cost stock/config.json --mixer {mixer} --json")
@@ -105,7 +105,7 @@ def test_cost_command_reads_diffusers_folders(run_cli):
         ("ours --mixer talking", "mixers.talking"),
         ("ours --mixer mixture:active_heads=5", "mixers.mixture.active_heads=5"),
         ("other.json", "_class_name='UNet2DModel'"),
-        ("broken.json", "broken.json"),
+        ("broken.json", "config.json of broken.json"),
     ],
 )
 def test_refused_arguments_give_one_line_error(run_cli, tmp_path, arguments, words):
