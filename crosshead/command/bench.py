@@ -1,12 +1,13 @@
 """`crosshead bench`: measures speed and memory against a baseline."""
 
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from crosshead_command.bench_report import measure, write
 from crosshead_command.screen import progress
 from crosshead_command.strict import StrictCommand
 
@@ -73,7 +74,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     """
     from crosshead.evals.bench.cases import ATTENTION
 
-    measure("attention", ATTENTION, cases, device, rounds, out)
+    _measure("attention", ATTENTION, cases, device, rounds, out)
 
 
 @app.command(cls=StrictCommand)
@@ -119,7 +120,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     """
     from crosshead.evals.bench.cases import DECODE
 
-    measure("decode", DECODE, cases, device, rounds, out)
+    _measure("decode", DECODE, cases, device, rounds, out)
 
 
 @app.command(cls=StrictCommand)
@@ -141,7 +142,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     from crosshead.evals.bench.models import check_compiler
 
     check_compiler()
-    measure("compiled", COMPILED, cases, device, rounds, out)
+    _measure("compiled", COMPILED, cases, device, rounds, out)
 
 
 @app.command(cls=StrictCommand)
@@ -167,20 +168,19 @@ def convert(
     """
     from tempfile import TemporaryDirectory
 
-    from crosshead.common.atomic_write import check_targets
     from crosshead.conversion.bench_convert import Synthetic
     from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.run import bench, bench_lines
     from crosshead.recipes.schema.toy import write_tokenizer
 
-    check_targets([out] if out else [], overwrite=True)
+    _check_out(out)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
         chosen = choose_cases(_conversions(checkpoint), cases or [], "bench convert")
         show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
         checkpoint.write(write_tokenizer)
         report = bench(chosen, rounds, progress=show)
-    write(report, bench_lines(report), out)
+    _write(report, bench_lines(report), out)
 
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
@@ -231,16 +231,47 @@ def train(
         os.environ["ACCELERATE_USE_CPU"] = "true"  # both would also use another accelerator
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.common.atomic_write import check_targets
     from crosshead.common.errors import EvalError
     from crosshead.common.torch_state import check_device
     from crosshead.evals.bench.machine import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
     check_device(device, EvalError)
-    check_targets([out] if out else [], overwrite=True)
+    _check_out(out)
     keep_memory()
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
-    write(report | {"device": device}, bench_train_lines(report), out)
+    _write(report | {"device": device}, bench_train_lines(report), out)
+
+
+def _measure(
+    name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
+) -> None:
+    """Run the named cases, or all cases without names; write and print the report."""
+    from crosshead.evals.bench.case import choose_cases
+    from crosshead.evals.bench.machine import keep_memory
+    from crosshead.evals.bench.run import bench, bench_lines
+
+    chosen = choose_cases(list(known), cases or [], f"bench {name}")
+    _check_out(out)
+    keep_memory()
+    with progress() as show:
+        report = bench(chosen, rounds, device, show)
+    _write(report, bench_lines(report), out)
+
+
+def _check_out(out: Path | None) -> None:
+    """Raise an error before the measurement if the JSON file cannot be written."""
+    from crosshead.common.atomic_write import check_targets
+
+    check_targets([out] if out else [], overwrite=True)
+
+
+def _write(report: dict[str, Any], lines: Iterable[str], out: Path | None) -> None:
+    """Write the report to the JSON file `out`, if it is given, and print the table."""
+    from crosshead.common.atomic_write import write_atomically
+
+    if out is not None:
+        write_atomically({out: json.dumps(report, indent=2) + "\n"})
+    print(*lines, sep="\n")
