@@ -20,7 +20,7 @@ from crosshead.modeling.mechanisms.base import AttentionState
 
 from ..cost.dit_config import CLASSES, DiTConfig
 from ..open_model import Opened
-from .layer import LayerStates, Recorder, Routing
+from .layer import LayerStates, Recorder
 
 PIPELINE, TRANSFORMER, VAE, SCHEDULER = "model_index.json", "transformer", "vae", "scheduler"
 """The file that marks a pipeline's folder, and the folders of its parts."""
@@ -139,6 +139,7 @@ class _Last(Recorder):
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """Pass the states on. Attention has no mask, so its weights follow from queries and keys."""
+        super().head_outputs(output, state)
         logits = state.query @ state.key.transpose(2, 3) * state.query.shape[-1] ** -0.5
         outputs = self.first[0].outputs[0], output[0]
         self.receive(LayerStates(logits.softmax(-1)[0], state.value[0], *outputs, self.routing, None))
@@ -149,16 +150,8 @@ class _Last(Recorder):
 def record_block(processor: Any, receive: Callable[[LayerStates], None]) -> Iterator[None]:
     """Pass the states of each call of a block's attention processor to `receive`; the batch size must be 1."""
     mixers, first = processor.mixers, _First()
-    last = _Last(first, receive)
-
-    def record_routing(module: nn.Module, arguments: Any, result: Routing) -> None:
-        last.routing = result[0][0], result[1][0]
-
-    hooks = [mixers["mixture"].register_forward_hook(record_routing)] if "mixture" in mixers else []
-    processor.mixers = nn.ModuleDict({"first": first, **mixers, "last": last})
+    processor.mixers = nn.ModuleDict({"first": first, **mixers, "last": _Last(first, receive)})
     try:
         yield
     finally:
         processor.mixers = mixers
-        for hook in hooks:
-            hook.remove()

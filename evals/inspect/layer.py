@@ -1,8 +1,8 @@
 """Records the states of one attention layer on one text, without changing its outputs, and reports them.
 
 A crosshead layer passes its states to its mechanisms, so two recording mechanisms are added: one before the others and
-one after them. In a stock layer, hooks record the output of the value projection and the input of the output
-projection.
+one after them. A hook records the factor of differential attention, which is not among the states. In a stock layer,
+hooks record the output of the value projection and the input of the output projection.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,8 +63,10 @@ class Recorder(Mechanism):
         self.values = state.value
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
-        """Record the head outputs."""
+        """Record the head outputs and, with a router, its gates and probabilities."""
         self.outputs = output
+        if state.gates is not None and state.router_scores is not None:
+            self.routing = state.gates[0], state.router_scores[0]
         return output
 
 
@@ -77,9 +79,6 @@ def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerSt
     def finish(module: nn.Module, arguments: Any, result: tuple[torch.Tensor, ...]) -> None:
         outputs = before.outputs[0], after.outputs[0]
         receive(LayerStates(result[-1][0], after.values[0], *outputs, after.routing, after.subtracted))
-
-    def record_routing(module: nn.Module, arguments: Any, result: Routing) -> None:
-        after.routing = result[0][0], result[1][0]
 
     def record_subtracted(module: nn.Module, arguments: Any, result: torch.Tensor) -> None:
         after.subtracted = result[0] if result.ndim else result
@@ -105,8 +104,6 @@ def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerSt
             order, first = attention.output_order, 0
             stack.callback(setattr, attention, "mixers", mixers)
             stack.callback(setattr, attention, "output_order", order)
-            if "mixture" in mixers:
-                add(mixers["mixture"].register_forward_hook(record_routing))
             if "differential" in mixers:
                 add(mixers["differential"].register_forward_hook(record_subtracted))
                 first = mixers["differential"].version - 1  # version 2 subtracts outputs
