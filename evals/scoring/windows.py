@@ -1,7 +1,6 @@
 """Scores masked language models and T5 on plain text, with the same masks or spans for all models of a tokenizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from crosshead.common.errors import EvalError
 from crosshead.common.plain_text import end_tokens, read_text, start_tokens
+from crosshead.common.span_corruption import corrupted
+from crosshead.modeling.model import IGNORED_LABEL
 
 from ..open_model import Opened, check_tokens
 from .data import Data, padded, text_inputs, token_outcomes
@@ -22,8 +23,6 @@ RATE, SPAN = 0.15, 3
 """Fraction of the tokens that a model has to predict, and mean length of a span of T5 in tokens."""
 LENGTH = 512
 """Length of a window in tokens, if the model's context is long enough."""
-IGNORED = -100
-"""Label of a token without a loss, in transformers."""
 
 
 class Windows(Data):
@@ -104,21 +103,22 @@ class CorruptedWindows(Windows):
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context)
         generator = Generator().manual_seed(SEED)
-        self.pairs = []
+        self.inputs, self.answers = list[list[int]](), list[list[int]]()
         for window in self.tokens:
             spans = noise_spans(len(window), generator)
             sentinels = [_token(opened, f"<extra_id_{index}>") for index in range(len(spans))]
-            self.pairs.append(corrupted(window, spans, sentinels, _token(opened, opened.tokenizer.eos_token)))
-        self.lengths = [len(pair.inputs) for pair in self.pairs]
+            inputs, answer = corrupted(window, spans, sentinels, _token(opened, opened.tokenizer.eos_token))
+            self.inputs.append(inputs)
+            self.answers.append(answer)
+        self.lengths = [len(inputs) for inputs in self.inputs]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Return sums (B, 3) over the tokens of each answer, with sentinels and the end token, as in training."""
-        pairs = [self.pairs[index] for index in indices]
-        inputs = [{"input_ids": pair.inputs, "attention_mask": [1] * len(pair.inputs)} for pair in pairs]
-        labels = padded([pair.answer for pair in pairs], IGNORED)
-        encoded = text_inputs(inputs, self.opened.config.pad_token_id or 0, model)
-        logits = model(**encoded, labels=labels.to(model.device)).logits
-        rows, positions = (labels != IGNORED).nonzero(as_tuple=True)
+        encoded = [{"input_ids": self.inputs[index], "attention_mask": [1] * self.lengths[index]} for index in indices]
+        labels = padded([self.answers[index] for index in indices], IGNORED_LABEL)
+        inputs = text_inputs(encoded, self.opened.config.pad_token_id or 0, model)
+        logits = model(**inputs, labels=labels.to(model.device)).logits
+        rows, positions = (labels != IGNORED_LABEL).nonzero(as_tuple=True)
         return token_outcomes(logits[rows, positions], labels[rows, positions], rows, len(indices))
 
 
@@ -132,14 +132,6 @@ def _token(opened: Opened, word: str | None) -> int:
         )
     check_tokens([token], opened.config.vocab_size)
     return int(token)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Encoder input and decoder answer of a corrupted window."""
-
-    inputs: list[int]
-    answer: list[int]
 
 
 def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
@@ -157,15 +149,3 @@ def _parts(total: int, count: int, generator: Generator) -> list[int]:
     """Return `count` random positive numbers with the sum `total`; every choice is equally likely."""
     inner = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return torch.diff(inner, prepend=torch.tensor([0]), append=torch.tensor([total])).tolist()
-
-
-def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int) -> Pair:
-    """Return the window with a sentinel instead of each span, and the spans after their sentinels as the answer."""
-    inputs: list[int] = []
-    answer: list[int] = []
-    position = 0
-    for (begin, stop), sentinel in zip(spans, sentinels, strict=True):
-        inputs += [*window[position:begin], sentinel]
-        answer += [sentinel, *window[begin:stop]]
-        position = stop
-    return Pair([*inputs, *window[position:], end], [*answer, end])

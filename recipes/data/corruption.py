@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.span_corruption import corrupted
 
 from ..schema.objectives import MaskedTokens, Spans
 from .tokenising import check_vocabulary
@@ -140,20 +141,15 @@ class SpanCorruption(Corruption):
 
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
         """Return the encoder's `input_ids`, the `labels`, and `decoder_input_ids`: the labels shifted right by one."""
-        text = sample["input_ids"].numpy()
+        text = sample["input_ids"].tolist()
         kept_lengths = random_sizes(len(text) - self.noise, len(self.sentinels), draws)
         cut_lengths = random_sizes(self.noise, len(self.sentinels), draws)
-        bounds = np.cumsum(np.stack([kept_lengths, cut_lengths], axis=1).reshape(-1))
-        pieces = np.split(text, bounds[:-1])
-        inputs, labels = list[Any](), list[Any]()
-        for sentinel, plain, span in zip(self.sentinels, pieces[::2], pieces[1::2], strict=True):
-            inputs += [plain, [sentinel]]
-            labels += [[sentinel], span]
-        target = np.concatenate([*labels, [self.end]]).astype(np.int64)
+        spans = np.cumsum(np.stack([kept_lengths, cut_lengths], axis=1)).reshape(-1, 2)
+        inputs, answer = corrupted(text, spans, self.sentinels, self.end)
         return {
-            "input_ids": torch.from_numpy(np.concatenate([*inputs, [self.end]]).astype(np.int64)),
-            "decoder_input_ids": torch.from_numpy(np.concatenate([[self.start], target[:-1]])),
-            "labels": torch.from_numpy(target),
+            "input_ids": torch.tensor(inputs),
+            "decoder_input_ids": torch.tensor([self.start, *answer[:-1]]),
+            "labels": torch.tensor(answer),
         }
 
 

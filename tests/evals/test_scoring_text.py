@@ -223,18 +223,18 @@ def test_t5_span_corruption_scores(ours, run_eval, tmp_path):
     scoring_toys.write_prose(tmp_path / "text.txt", 300)
     report = score_data([str(tmp_path / "model")], tmp_path / "text.txt", batch_size=2)
     data = windows.CorruptedWindows(opened(tmp_path / "model"), tmp_path / "text.txt", None, 1 << 40)
-    (window,), (pair,) = data.tokens, data.pairs
-    assert restored(pair.inputs, pair.answer) == window
+    (window,), (inputs,), (answer,) = data.tokens, data.inputs, data.answers
+    assert restored(inputs, answer) == window
     first = scoring_toys.SENTINEL
-    sentinels = [token - first for token in pair.answer if token >= first]
-    assert sentinels == list(range(15)) == [token - first for token in pair.inputs if token >= first]
-    assert len(pair.answer) == 45 + 15 + 1 and pair.answer[-1] == pair.inputs[-1] == 61
+    sentinels = [token - first for token in answer if token >= first]
+    assert sentinels == list(range(15)) == [token - first for token in inputs if token >= first]
+    assert len(answer) == 45 + 15 + 1 and answer[-1] == inputs[-1] == 61
     auto = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
-        logits = auto(input_ids=torch.tensor([pair.inputs]), labels=torch.tensor([pair.answer])).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(pair.answer))  # model.loss adds the balance loss
+        logits = auto(input_ids=torch.tensor([inputs]), labels=torch.tensor([answer])).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))  # model.loss adds the balance loss
     assert scores(report)["loss"] == pytest.approx(float(loss), rel=1e-4)
-    hits = (logits.argmax(-1) == torch.tensor(pair.answer)).double().mean()
+    hits = (logits.argmax(-1) == torch.tensor(answer)).double().mean()
     assert scores(report)["accuracy"] == pytest.approx(float(hits))
 
 
