@@ -18,15 +18,13 @@ from .commands import HUB_NAME
 from .evaluations import EVALUATION
 from .facts import Facts
 from .measured import results
-from .metadata import card_metadata
+from .metadata import card_metadata, licence_of
 from .papers import MECHANISMS
 from .sections import changes, citation, cost, limits, opening, provenance, usage
 
 README = "README.md"
 LIBRARIES = ("transformers", "diffusers")
 """Allowed values of `library_name`."""
-LICENCE_KEYS = ("license", "license_name", "license_link")
-"""Licence keys of the card metadata."""
 MARK = re.compile(r"\n<!-- made by crosshead; (?P<digest>[0-9a-f]{16}) -->\n\Z")
 """The comment at the end of a generated card, with the digest of the text before it."""
 
@@ -94,8 +92,8 @@ def _kept_metadata(facts: Facts, before: str | None) -> dict[str, Any]:
     except (ValueError, TypeError, yaml.YAMLError):
         return {}
     fields: dict[str, Any] = {}
-    if not facts.licence and "license" in metadata:
-        fields["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
+    if not facts.licence:
+        fields["licence"] = licence_of(metadata)
     if facts.base_model is None and isinstance(metadata.get("base_model"), str):
         fields["base_model"] = metadata["base_model"]
     return fields

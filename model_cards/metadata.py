@@ -1,6 +1,6 @@
 """Creates the metadata of a card, which the Hub reads: base model, datasets, licence, tags and results."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -12,6 +12,8 @@ from .tasks import Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
 """Name and URL of the source of benchmark results."""
+LICENCE_KEYS = ("license", "license_name", "license_link")
+"""Licence keys of the metadata."""
 HELD_OUT = ("held-out", "held-out part of the training data")
 """Type and name of the dataset for the held-out loss."""
 
@@ -31,6 +33,13 @@ def card_metadata(facts: Facts) -> ModelCardData:
         eval_results=measured or None,
         **licence,
     )
+
+
+def licence_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The licence in the metadata of a card; empty unless `license` is a text."""
+    if not isinstance(metadata.get("license"), str):
+        return {}
+    return {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
 
 
 def tags(facts: Facts) -> list[str]:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.model_location import expand_home, is_hub_id, split_revision
+from crosshead.model_cards.metadata import licence_of
 
 README = "README.md"
-LICENCE_KEYS = ("license", "license_name", "license_link")
-"""Licence keys of the card metadata."""
 TIMEOUT = 10
 """Seconds to wait for an answer of the Hub."""
 
@@ -50,7 +49,7 @@ def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
         metadata = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
     except Exception:  # the HTTP library's own errors differ between versions of the Hub's client
         return {}
-    return _licence({} if metadata is None else metadata.to_dict())
+    return licence_of({} if metadata is None else metadata.to_dict())
 
 
 def _in_card(path: Path) -> dict[str, str]:
@@ -58,18 +57,9 @@ def _in_card(path: Path) -> dict[str, str]:
     from huggingface_hub import metadata_load
 
     try:
-        return _licence(metadata_load(path) or {})
+        return licence_of(metadata_load(path) or {})
     except Exception:  # the card may be broken
         return {}
-
-
-def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The licence in the metadata of a card; empty without the key `license`."""
-    return (
-        {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
-        if isinstance(metadata.get("license"), str)
-        else {}
-    )
 
 
 def _in_gguf(path: Path) -> dict[str, Any]:
@@ -82,7 +72,7 @@ def _in_gguf(path: Path) -> dict[str, Any]:
         "license_name": "general.license.name",
         "license_link": "general.license.link",
     }
-    fields: dict[str, Any] = {"licence": _licence({key: content.get(name) for key, name in named.items()})}
+    fields: dict[str, Any] = {"licence": licence_of({key: content.get(name) for key, name in named.items()})}
     address = content.get("general.source.repo_url") or content.get("general.base_model.0.repo_url")
     if isinstance(address, str) and address.startswith("https://huggingface.co/"):
         fields["base_model"] = "/".join(address.removeprefix("https://huggingface.co/").split("/")[:2])

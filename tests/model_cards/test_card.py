@@ -167,6 +167,13 @@ def test_licence_and_base_model_of_existing_card_are_kept(made):
     assert write_card(made).read_text() == text
 
 
+def test_list_of_licences_in_existing_card_is_not_kept(made):
+    path = write_card(made)
+    before = path.read_text()
+    path.write_text(before.replace("---\n", "---\nlicense: [mit, apache-2.0]\n", 1))
+    assert write_card(made, overwrite=True).read_text() == before
+
+
 def test_scores_are_stored_with_model_without_local_paths(made):
     path = str(made.resolve())
     write_card(made, [write_report(Path("eval.json"), str(made.parent.resolve() / "source"), path, compared=True)])
