@@ -229,8 +229,6 @@ def train(
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers would use a visible GPU; torch is not initialised yet
         os.environ["ACCELERATE_USE_CPU"] = "true"  # both would also use another accelerator
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.common.errors import EvalError
     from crosshead.common.torch_state import check_device
     from crosshead.evals.bench.machine import keep_memory
@@ -239,7 +237,6 @@ def train(
     check_device(device, EvalError)
     _check_out(out)
     keep_memory()
-    disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
     _write(report | {"device": device}, bench_train_lines(report), out)

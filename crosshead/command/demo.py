@@ -27,14 +27,11 @@ def demo(
 
     crosshead demo --tiny
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.demo.run import open_demo
     from crosshead.demo.steps import Screen
 
     if tiny and model is not None:
         raise typer.BadParameter("give --tiny or --model, not both")
-    disable_progress_bar()
     prepared = open_demo(model, tiny, out)
     typer.echo("\n".join(_lines(prepared.run(Screen(_tell, progress)), prepared.folder)))
 

@@ -50,13 +50,10 @@ def inspect(
     """
     if not text and not image:
         raise typer.BadParameter("give --text, or for a vision or diffusion transformer --image")
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.evals.inspect.inputs import Inputs
     from crosshead.evals.inspect.page import check_target, write_report
     from crosshead.evals.inspect.report import inspect_report
 
-    disable_progress_bar()
     check_target(out, overwrite)
     texts = _named("text", [_read(each) for each in text or []])
     images = _named("image", [(each.name, _existing(each)) for each in image or []])

@@ -45,11 +45,8 @@ def heads(
 
     crosshead probe heads SOURCE MODEL --text prose.txt --out heads.json
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.evals.probe.masked_heads import lines
 
-    disable_progress_bar()
     _check_out(out, overwrite)
     subjects = [_opened(name, length) for name in models]
     with progress() as show:

@@ -27,15 +27,20 @@ class InterruptedByUserError(Exception):
 
 @contextmanager
 def progress() -> Iterator["Progress"]:
-    """Show one bar per stage with the remaining time on stderr; without a terminal, only messages."""
+    """Show one bar per stage with the remaining time on stderr; without a terminal, only messages.
+
+    Hides the bars of transformers and, without a terminal, those of huggingface_hub.
+    """
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     console = Console(stderr=True)
     if not console.is_terminal:
-        disable_progress_bars()  # of huggingface_hub
+        disable_progress_bars()
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
     remaining = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []

@@ -30,15 +30,12 @@ def sweep(
 
     crosshead sweep papers/mea_1b_sweep --set 'sweep.learning_rates=[1e-4, 1e-3]'
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.recipes.schema.load import load_recipe
     from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.sweep.sweep import PICTURE, sweep_runs
     from crosshead.recipes.sweep.sweep import sweep as run
     from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first
 
-    disable_progress_bar()
     with closing_process_group(), progress() as show:
         loaded = load_recipe(recipe, changes or [])
         sweep_runs(loaded)  # a recipe without rates is refused before the toy is written

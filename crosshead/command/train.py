@@ -41,8 +41,6 @@ def train(
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from crosshead.recipes.schema.load import load_recipe
     from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.train import train as run
@@ -53,7 +51,6 @@ def train(
         raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
     if dry_run and save_teacher is not None:
         raise typer.BadParameter("--dry-run saves nothing: leave out --save-teacher")
-    disable_progress_bar()
     with closing_process_group(), progress() as show:
         loaded = load_recipe(recipe, changes or [])
         if toy is not None:
