@@ -58,6 +58,28 @@ def test_progress_lines_show_time_left(capfd, monkeypatch):
     ]
 
 
+def test_second_run_of_a_stage_has_its_own_time_left(capfd, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("crosshead_command.screen.time.monotonic", lambda: clock[0])
+    with progress() as show:
+        for clock[0], done in ((0.0, 0), (100.0, 1), (200.0, 2), (201.0, 0), (202.0, 1), (203.0, 2)):
+            show("masking", done, 2, f"at {clock[0]:g}")
+        for clock[0], done in ((300.0, 1), (400.0, 2), (401.0, 1), (402.0, 2)):
+            show("scoring", done, 3, f"at {clock[0]:g}")
+    assert capfd.readouterr().err.splitlines() == [
+        "masking 0 of 2: at 0",
+        "masking 1 of 2: at 100, 0:01:40 left",
+        "masking 2 of 2: at 200",
+        "masking 0 of 2: at 201",
+        "masking 1 of 2: at 202, 0:00:01 left",
+        "masking 2 of 2: at 203",
+        "scoring 1 of 3: at 300",
+        "scoring 2 of 3: at 400, 0:01:40 left",
+        "scoring 1 of 3: at 401",
+        "scoring 2 of 3: at 402, 0:00:01 left",
+    ]
+
+
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
     write_stock(tmp_path / "source")

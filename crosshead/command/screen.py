@@ -25,6 +25,26 @@ class InterruptedByUserError(Exception):
     """Replaces a `KeyboardInterrupt`, whose notes typer would drop; the notes are the message."""
 
 
+class TimeLeft:
+    """Estimates the time left of each stage from its speed since it started."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._latest: dict[str, int] = {}
+
+    def update(self, stage: str, done: int, total: int | None) -> str:
+        """Note the progress of a stage; return the time left as text, which is empty if it is unknown."""
+        now = time.monotonic()
+        if stage not in self._begun or done == 0 or done < self._latest[stage]:  # it starts, or starts again
+            self._begun[stage] = (now, done)
+        self._latest[stage] = done
+        since, first = self._begun[stage]
+        if not total or not first < done < total:
+            return ""
+        seconds = (now - since) / (done - first) * (total - done)
+        return f", {timedelta(seconds=round(seconds))} left" if seconds < timedelta.max.total_seconds() else ""
+
+
 @contextmanager
 def progress() -> Iterator["Progress"]:
     """Show one bar per stage with the remaining time on stderr; without a terminal, only messages.
@@ -45,17 +65,10 @@ def progress() -> Iterator["Progress"]:
     remaining = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
     messages: dict[str, str] = {}
-    begun: dict[str, tuple[float, int]] = {}
-
-    def time_left(stage: str, done: int, total: int | None) -> str:
-        since, first = begun[stage]
-        if not total or not first < done < total:
-            return ""
-        seconds = (time.monotonic() - since) / (done - first) * (total - done)
-        return f", {timedelta(seconds=round(seconds))} left" if seconds < timedelta.max.total_seconds() else ""
+    time_left = TimeLeft()
 
     def show(stage: str, done: int, total: int | None, message: str = "") -> None:
-        begun.setdefault(stage, (time.monotonic(), done))
+        left = time_left.update(stage, done, total)
         if not current or current[0][0] != stage:
             close()
             count = DownloadColumn() if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
@@ -73,9 +86,7 @@ def progress() -> Iterator["Progress"]:
             current.append((stage, bars, bars.add_task(stage, total=total, message=message)))
         if not console.is_terminal and message != messages.get(stage, ""):
             messages[stage] = message
-            console.print(
-                f"{stage} {done} of {total}: {message}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
-            )
+            console.print(f"{stage} {done} of {total}: {message}{left}", soft_wrap=True, highlight=False)
         current[0][1].update(current[0][2], completed=done, total=total, message=message)
 
     def close() -> None:
