@@ -17,6 +17,7 @@ from crosshead.demo.making import conversions
 from crosshead.demo.run import NEEDED
 from crosshead.demo.sources import PACKED, fetch, to_stock
 from crosshead.demo.steps import CONTINUE, Screen, Step, run_steps
+from crosshead.demo.table import table_lines
 from demo_checks import check_made
 from encoder_toys import write_encoder
 from rules import ROOT
@@ -244,6 +245,13 @@ def stopped(folder, at):
                 break
         *_, last = process.stderr.read().splitlines()
     return process.returncode, last
+
+
+def test_change_of_one_item_has_no_interval():
+    change = {"change": 0.25, "interval": None, "verdict": "unclear"}
+    scores = {"scores": {"prose": 12.5, "grammar": 1.0}, "changes": {"prose": change}}
+    lines = list(table_lines([{"name": "made", "is": "a model", "kv_bytes_per_token": 96} | scores]))
+    assert lines[2].split() == ["made", "96", "12.50", "+25.0%", "1.000"]
 
 
 def completed_demo(folder):

@@ -66,14 +66,15 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
-    """A difference from the source with its confidence interval."""
+    """A difference from the source with its confidence interval, which one item does not have."""
     if row is None:
         return ""
     if row["verdict"] == "equal":
         return "the same"
     digits = 1 if unit else 3
-    change, low, high = (f"{scale * value:+.{digits}f}{unit}" for value in (row["change"], *row["interval"]))
-    return f"{change} [{low}, {high}]"
+    values = (row["change"], *(row["interval"] or ()))
+    change, *bounds = (f"{scale * value:+.{digits}f}{unit}" for value in values)
+    return f"{change} [{', '.join(bounds)}]" if bounds else change
 
 
 def sample_lines(models: list[Row], prompt: str) -> Iterator[str]:
