@@ -1,6 +1,7 @@
 """`crosshead demo`: runs the whole workflow on a small model."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -33,11 +34,8 @@ def demo(
     if tiny and model is not None:
         raise typer.BadParameter("give --tiny or --model, not both")
     prepared = open_demo(model, tiny, out)
-    typer.echo("\n".join(_lines(prepared.run(Screen(_tell, progress)), prepared.folder)))
-
-
-def _tell(line: str) -> None:
-    typer.echo(line, err=True)
+    record = prepared.run(Screen(partial(typer.echo, err=True), progress))
+    typer.echo("\n".join(_lines(record, prepared.folder)))
 
 
 def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:

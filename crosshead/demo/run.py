@@ -1,7 +1,7 @@
 """Defines the demo's steps in their order, and the checks before the first step."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -41,18 +41,10 @@ ENGINES = {"vllm": "vllm", "llama.cpp": "llama_cpp"}
 """Serving engine -> Python module that shows that it is installed."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """Amount of evaluation and training."""
-
-    items: int
-    """Number of items of each task of the offline suite."""
-    training: Training
-
-
 # The learning rate follows the recipe by the square-root rule: at 1,536 tokens per step, 1e-4 and 2e-4 recovered most.
-FULL = Size(24, Training(steps=24, batch_tokens=512, length=512, learning_rate=1e-4, transfer_steps=6, log_every=4))
-SMALL = Size(4, Training(steps=8, batch_tokens=256, length=128, learning_rate=1e-3, transfer_steps=2, log_every=4))
+FULL = (24, Training(steps=24, batch_tokens=512, length=512, learning_rate=1e-4, transfer_steps=6, log_every=4))
+SMALL = (4, Training(steps=8, batch_tokens=256, length=128, learning_rate=1e-3, transfer_steps=2, log_every=4))
+"""The `items` and the `training` of a demo, usually and with a tiny model."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,9 @@ class Demo:
 
     start: Start
     folder: Path
-    size: Size
+    items: int
+    """Number of items of each task of the offline suite."""
+    training: Training
 
     def run(self, screen: Screen) -> dict[str, Any]:
         """Run all steps that are not done yet; return the content of `demo.json`."""
@@ -74,7 +68,7 @@ class Demo:
         if "machine" not in record.content or record.content["steps"] != before:
             record.put(machine=machine())
         models = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
-        note = NOTE.format(items=self.size.items)
+        note = NOTE.format(items=self.items)
         record.put(left_out=left_out, note=note, models=models, trained=self.models[self.trained])
         return record.content
 
@@ -107,10 +101,8 @@ class Demo:
     @property
     def descriptions(self) -> dict[str, str]:
         """Name of a model -> description, the source first."""
-        training = self.size.training
-        after = (
-            f"the same after {training.steps} steps, in the first {training.transfer_steps} each attention layer alone"
-        )
+        steps, alone = self.training.steps, self.training.transfer_steps
+        after = f"the same after {steps} steps, in the first {alone} each attention layer alone"
         served = {SERVED: "the trained model as a stock checkpoint with the same cache"} if self.is_served else {}
         converted = {conversion.name: conversion.message for conversion in self.plan[0]}
         return {"source": self.start.label, **converted, self.trained: after, **served}
@@ -129,10 +121,6 @@ class Demo:
         """The JSON file of a step."""
         return self.folder / f"{name}.json"
 
-    def _write_cards(self, folders: Sequence[Path]) -> None:
-        for folder in folders:
-            write_card(folder, [self.file("scores")], source=self.start.origin)
-
     def steps(self) -> Iterator[Step]:
         """All steps in order."""
         yield from self._start()
@@ -142,7 +130,7 @@ class Demo:
         yield from self._look()
 
     def _start(self) -> Iterator[Step]:
-        start, items, text = self.start, self.size.items, self.folder / "to_learn.txt"
+        start, items, text = self.start, self.items, self.folder / "to_learn.txt"
         yield Step(
             "source", start.message, start.results, lambda work, show: start.make(work), {"is": start.fingerprint}
         )
@@ -154,7 +142,7 @@ class Demo:
         crosshead.convert(self.start.origin, self.place(conversion.name), conversion.mixers, **options, progress=show)
 
     def _make(self) -> Iterator[Step]:
-        text, training = self.folder / "to_learn.txt", self.size.training
+        text, training = self.folder / "to_learn.txt", self.training
         for conversion in self.plan[0]:
             yield Step(
                 conversion.name,
@@ -162,7 +150,7 @@ class Demo:
                 (self.place(conversion.name),),
                 partial(self._convert, conversion),
                 {"mixer": conversion.mixer},
-                ("source", "text") if conversion.calibrated else ("source",),
+                needs=("source", "text") if conversion.calibrated else ("source",),
             )
         yield Step(
             self.trained,
@@ -172,7 +160,7 @@ class Demo:
                 self.start.name, text, self.place(self.learner.name), training, self.place(self.trained), work, show
             ),
             asdict(training),
-            ("source", "text", self.learner.name),
+            needs=("source", "text", self.learner.name),
         )
 
     def _serve(self) -> Iterator[Step]:
@@ -182,58 +170,60 @@ class Demo:
             f"{SERVED}: the trained model folded to a stock checkpoint that keeps the small cache",
             stock_results(served),
             lambda work, show: crosshead.fold(trained, served, keep_cache=True, progress=show),
-            {},
-            (self.trained,),
+            needs=(self.trained,),
         )
         if engines := [engine for engine, package in ENGINES.items() if find_spec(package) is not None]:
-            pair, report = (self.start.name, served), self.file("engines")
+            report = self.file("engines")
             yield Step(
                 "engines",
                 f"the source and the folded model in {' and '.join(engines)}",
                 (report,),
-                lambda work, show: in_engines(*pair, engines, report, show),
+                lambda work, show: in_engines(self.start.name, served, engines, report, show),
                 {"engines": engines},
-                ("source", SERVED),
+                needs=("source", SERVED),
             )
 
     def _look(self) -> Iterator[Step]:
-        names, pair = list(self.models.values()), [self.start.name, str(self.place(self.trained))]
-        scores, decoded, shown = self.file("scores"), self.file("decoded"), self.folder / "heads.html"
-        everything = ("source", *list(self.models)[1:])
-        items = self.size.items
+        scores, decoded, page = self.file("scores"), self.file("decoded"), self.folder / "heads.html"
+        pair, served = ["source", self.trained], [SERVED] * self.is_served
         folders = [self.place(name) for name in self.models if name not in ("source", SERVED)]
-        continued = pair + [str(self.place(SERVED))] * self.is_served
+
+        def paths(names: list[str]) -> list[str]:
+            return [self.models[name] for name in names]
+
+        def write_cards(work: Path, show: Progress) -> None:
+            for folder in folders:
+                write_card(folder, [scores], source=self.start.origin)
+
         yield Step(
             "scores",
-            f"all models on the offline suite, {items} items of each task",
+            f"all models on the offline suite, {self.items} items of each task",
             (scores,),
-            lambda work, show: score(names, items, scores, show),
-            {"items": items},
-            everything,
+            lambda work, show: score(list(self.models.values()), self.items, scores, show),
+            {"items": self.items},
+            needs=tuple(self.models),
         )
         yield Step(
             "decoded",
             "greedy text of the source and of the trained model, with the size of their caches",
             (decoded,),
-            lambda work, show: decode(continued, decoded, show),
-            {},
-            ("source", self.trained, *[SERVED] * self.is_served),
+            lambda work, show: decode(paths(pair + served), decoded, show),
+            needs=(*pair, *served),
         )
         yield Step(
             "heads",
             "a page with the heads of both side by side",
-            (shown, shown.with_suffix(".json")),
-            lambda work, show: write_report(inspect_report(pair, Inputs({"text": PAGE_TEXT}), show), shown),
+            (page, page.with_suffix(".json")),
+            lambda work, show: write_report(inspect_report(paths(pair), Inputs({"text": PAGE_TEXT}), show), page),
             {"text": PAGE_TEXT},
-            ("source", self.trained),
+            needs=tuple(pair),
         )
         yield Step(
             "cards",
             "model cards",
             tuple(folder / CARD for folder in folders),
-            lambda work, show: self._write_cards(folders),
-            {},
-            (*everything, "scores"),
+            write_cards,
+            needs=(*self.models, "scores"),
         )
 
 
@@ -258,7 +248,8 @@ def open_demo(model: str | None, is_tiny: bool, out: Path | None) -> Demo:
         )
     folder.mkdir(parents=True, exist_ok=True)
     Record(folder).put(model=start.label)
-    return Demo(start, folder, SMALL if is_tiny else FULL)
+    items, training = SMALL if is_tiny else FULL
+    return Demo(start, folder, items, training)
 
 
 def _check_folder(folder: Path) -> None:

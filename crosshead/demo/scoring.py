@@ -1,6 +1,7 @@
 """Evaluates the demo's models: scores, and greedy text with the size of the KV cache."""
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ NEW_TOKENS = 24
 
 def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> None:
     """Score models on the offline suite, with `limit` items per task, and compare each with the first."""
-    done = iter(range(len(models) + 1))
+    done = count()  # the first message is about the tasks, and each other about a model
 
     def progress(message: str) -> None:
         show(message, next(done), len(models))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from crosshead.common.atomic_write import write_atomically
 from crosshead.evals.harness.lm_eval_model import quiet
 from crosshead.evals.harness.tasks import load_tasks, read_suite
 
@@ -17,9 +18,7 @@ PARAGRAPH = "\n\n"
 
 def write_texts(limit: int, to_learn: Path) -> None:
     """Write the text for calibration and training to `to_learn`; `limit` is the number of scored documents."""
-    partial = to_learn.with_name(f".{to_learn.name}.partial")
-    partial.write_text(text_to_learn(scored_topics(limit)), encoding="utf-8")
-    partial.replace(to_learn)
+    write_atomically({to_learn: text_to_learn(scored_topics(limit))})
 
 
 def scored_topics(limit: int) -> dict[str, str]:
