@@ -19,6 +19,8 @@ PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
 """Packages whose versions are in the report, because scores depend on them."""
 BACKENDS = ("hf", "vllm")
 """Libraries that run a model: transformers, or vLLM, which must be installed in the same environment."""
+Scored = tuple[dict[str, Any], list[Items | None]]
+"""The report of one model, and the items behind each of its scores."""
 
 
 def evaluate(
@@ -62,12 +64,10 @@ def evaluate(
             "versions": versions(PACKAGES),
         }
 
-        def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
-            progress(f"scoring {opened[index].name}")
-            scores, items = _score(opened[index], benchmarks, batch_size, limit, backend)
-            return scores | {"parameters": parameters[index]}, items
+        def score(index: int) -> Scored:
+            return _score(opened[index], benchmarks, batch_size, limit, backend)
 
-        return score_all(report, score, len(models), compared, save)
+        return score_all(report, opened, parameters, score, compared, progress, save)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
@@ -77,23 +77,29 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 def score_all(
     report: dict[str, Any],
-    score: Callable[[int], tuple[dict[str, Any], list[Items | None]]],
-    count: int,
+    opened: Sequence[Opened],
+    parameters: Sequence[int],
+    score: Callable[[int], Scored],
     compared: bool,
+    progress: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Add to `report` the scores of each model and, if `compared`, its changes from the first; `save` after each."""
-    models, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
-    report |= {"models": models, "confidence": CONFIDENCE, "compared": comparisons}
-    for index in range(count):
-        model, items = score(index)
-        models.append(model)
+    """Add to `report` the scores of each model and, if `compared`, its changes from the first; `save` after each.
+
+    `score` returns the scores of the model with an index; `parameters` are the numbers of parameters of the models.
+    """
+    scored, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
+    report |= {"models": scored, "confidence": CONFIDENCE, "compared": comparisons}
+    for index, model in enumerate(opened):
+        progress(f"scoring {model.name}")
+        scores, items = score(index)
+        scored.append(scores | {"parameters": parameters[index]})
         save(report)  # before the comparison, which may fail
         if index == 0:
             first = items
         elif compared:
-            changes = compare(models[0]["scores"], first, items)
-            comparisons.append({"first": models[0]["model"], "second": model["model"], **changes})
+            changes = compare(scored[0]["scores"], first, items)
+            comparisons.append({"first": scored[0]["model"], "second": scores["model"], **changes})
             save(report)
     return report
 
@@ -129,8 +135,8 @@ def _check_special_tokens(opened: Opened) -> None:
 
 def _score(
     opened: Opened, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None, backend: str
-) -> tuple[dict[str, Any], list[Items | None]]:
-    """Return the report of one model and the items behind its scores; the model is unloaded afterwards."""
+) -> Scored:
+    """Score one model, which is unloaded afterwards."""
     if backend == "vllm":
         checked = vllm_model(opened, batch_size)
         settings = checked.model.llm_engine.vllm_config

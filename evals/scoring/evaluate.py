@@ -12,10 +12,10 @@ from typing import Any
 from crosshead.common.errors import EvalError
 from crosshead.common.fingerprint import files_digest
 
-from ..harness.evaluate import check_options, model_fields, score_all, versions
+from ..harness.evaluate import Scored, check_options, model_fields, score_all, versions
 from ..harness.lm_eval_model import quiet
-from ..harness.scores import Items, Row
-from ..open_model import Opened, load_model, open_config, open_tokenizer, parameter_count
+from ..harness.scores import Row
+from ..open_model import Opened, load_model, open_config, parameter_count, with_tokenizer
 from .data import Data
 from .images import LabelledImages
 from .metrics import Score
@@ -70,12 +70,11 @@ def score_data(
             "versions": versions(PACKAGES),
         }
 
-        def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
-            progress(f"scoring {data[index].opened.name}")
-            scores, items = _score(data[index], name, batch_size)
-            return scores | {"parameters": parameters[index]}, items
+        def score(index: int) -> Scored:
+            return _score(data[index], name, batch_size)
 
-        return score_all(report, score, len(models), compared, save)
+        opened = [model_data.opened for model_data in data]
+        return score_all(report, opened, parameters, score, compared, progress, save)
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
@@ -125,8 +124,8 @@ def _check_comparable(data: Sequence[Data]) -> None:
             )
 
 
-def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items | None]]:
-    """Return the report of one model and the items behind its scores; the model is unloaded afterwards."""
+def _score(data: Data, name: str, batch_size: int | str) -> Scored:
+    """Score one model, which is unloaded afterwards."""
     model = load_model(data.opened, data.auto_class)
     scores = data.run(model, batch_size)
     report = {
