@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import CardError
 from crosshead.common.model_location import TRAINING
 
@@ -66,13 +67,11 @@ def write_zoo(entries: Sequence[Entry], target: Path) -> list[Path]:
                 (target / name).unlink(missing_ok=True)
         for folder in sorted({str(Path(name).parent) for name in pages}):
             (target / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in pages.items():
-            partial = target / f"{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target / name)
     except OSError as error:
         raise CardError(f"{error.filename} cannot be written: {error.strerror}") from error
-    return [target / name for name in pages]
+    contents = {target / name: text for name, text in pages.items()}
+    write_atomically(contents)
+    return list(contents)
 
 
 def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:

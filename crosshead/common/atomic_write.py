@@ -11,8 +11,7 @@ from .errors import EvalError
 def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
     """`EvalError` if a file cannot be written. Called before a long computation whose result goes to these files."""
     for path in paths:
-        if path.is_symlink() and not path.exists():
-            raise EvalError(f"{path} is a broken link: remove it")
+        _target(path)
         if not path.parent.is_dir():
             raise EvalError(f"the directory of {path} does not exist: create it first")
         if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -27,9 +26,7 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
 
 def write_atomically(contents: Mapping[Path, str]) -> None:
     """Write each file under a temporary name in its directory, then rename all. The target of a link is replaced."""
-    if broken := next((path for path in contents if path.is_symlink() and not path.exists()), None):
-        raise EvalError(f"{broken} is a broken link: remove it")
-    targets = {path: Path(os.path.realpath(path)) for path in contents}
+    targets = {path: _target(path) for path in contents}
     partial = {path: target.with_name(f".{target.name}.partial") for path, target in targets.items()}
     try:
         for path, content in contents.items():
@@ -38,8 +35,15 @@ def write_atomically(contents: Mapping[Path, str]) -> None:
         for path in contents:
             partial[path].replace(targets[path])
     except OSError as error:
-        raise EvalError(f"{next(iter(contents))} cannot be written: {error.strerror}") from error
+        raise EvalError(f"{path} cannot be written: {error.strerror}") from error
     finally:
-        for path in partial.values():
+        for leftover in partial.values():
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """The file to write, which is the target of a link; `EvalError` for a broken link."""
+    if path.is_symlink() and not path.exists():
+        raise EvalError(f"{path} is a broken link: remove it")
+    return Path(os.path.realpath(path))
