@@ -20,10 +20,10 @@ class Counter:
     def __init__(self, progress: Progress, stage: str, total: int) -> None:
         self._progress, self._stage, self._total, self._done = progress, stage, total, 0
 
-    def add(self, units: int) -> None:
-        """Add finished units, and show the progress."""
+    def add(self, units: int, message: str = "") -> None:
+        """Add finished units, and show the progress with a message."""
         self._done += units
-        self._progress(self._stage, self._done, self._total)
+        self._progress(self._stage, self._done, self._total, message)
 
 
 def silent(stage: str, done: int, total: int | None, message: str = "") -> None:

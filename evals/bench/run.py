@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from crosshead.common.errors import EvalError
+from crosshead.common.progress import Counter, Progress, silent
 from crosshead.common.torch_state import check_device
 
 from .case import DTYPES, TIME, Case, on_device
@@ -23,26 +24,15 @@ UNITS = {
 """Unit -> sizes and names of its multiples, the largest first."""
 
 
-def bench(
-    cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Callable[..., object] = lambda *_: None
-) -> dict[str, Any]:
-    """Run the cases and return their figures and the machine.
-
-    `progress` is called with the stage, the number of finished rounds, the number of all rounds, and the case's name.
-    """
+def bench(cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Progress = silent) -> dict[str, Any]:
+    """Run the cases and return their figures and the machine; the progress counts rounds."""
     check_device(device, EvalError)
     counts = [min(rounds, MAXIMUM_MEMORY_ROUNDS) if case.measures_memory else rounds for case in cases]
-    done, total, start = 0, sum(counts), time.perf_counter()
+    counter, start = Counter(progress, "measuring", sum(counts)), time.perf_counter()
     results = {}
     for case, count in zip(cases, counts, strict=True):
-
-        def advance(case: Case = case) -> None:
-            nonlocal done
-            done += 1
-            progress("measuring", done, total, case.name)
-
-        progress("measuring", done, total, case.name)
-        results[case.name] = measure_case(case, count, device, advance)
+        counter.add(0, case.name)
+        results[case.name] = measure_case(case, count, device, partial(counter.add, 1, case.name))
         gc.collect()  # models contain reference cycles
     seconds = time.perf_counter() - start
     return {"device": device, "cases": results, "machine": machine(), "took_seconds": round(seconds, 1)}
