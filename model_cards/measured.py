@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .facts import Facts, Json
-from .tables import NOT_MEASURED, change, figure, table
+from .tables import NOT_MEASURED, change, figure, metric_name, table
 
 NOTHING = {
     "conversion": f"Comparison with the source: {NOT_MEASURED}.",
@@ -104,24 +104,21 @@ def _scores(evaluation: Json, name: str) -> Iterator[str]:
         tool = evaluation["versions"].get("lm_eval", "")
         yield f"Scores ± standard errors of lm-evaluation-harness {tool}, suite `{suite['name']}`{part}:"
     heads = ["task", "metric", "shots", "items", name]
-    rows = [[row["name"], _metric(row), _shots(row), f"{row['items']:,}", _score(row)] for row in evaluation["scores"]]
+    scores = evaluation["scores"]
+    rows = [[row["name"], metric_name(row), _shots(row), f"{row['items']:,}", _score(row)] for row in scores]
     if compared:
         heads += [compared["with"], "change"]
-        for row, mine, before in zip(rows, evaluation["scores"], compared["before"], strict=True):
+        for row, mine, before in zip(rows, scores, compared["before"], strict=True):
             row += [_score(before), _change(mine, compared["scores"])]
     yield table(heads, rows)
     if compared:
         interval = f"{evaluation['confidence']:.0%}"
         yield f"Changes are relative to `{compared['with']}`, on the same items, with {interval} confidence intervals."
-    for row in {row["name"]: row for row in evaluation["scores"] if row["items_cut"]}.values():
+    for row in {row["name"]: row for row in scores if row["items_cut"]}.values():
         truncated = f"{row['items_cut']} of {row['items']} items"
         yield f"{row['name']}: {truncated} were too long, and their {end} was removed."
     if suite.get("missing"):
         yield f"Benchmarks of the suite {NOT_MEASURED}: {', '.join(suite['missing'])}."
-
-
-def _metric(row: Json) -> str:
-    return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 
 def _shots(row: Json) -> str:

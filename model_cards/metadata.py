@@ -8,6 +8,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from .commands import datasets
 from .facts import Facts, Json
 from .papers import described
+from .tables import metric_name
 from .tasks import Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
@@ -79,7 +80,7 @@ def _score(row: Json, evaluation: Json, task: Task) -> EvalResult:
         dataset_name=row["name"],
         dataset_args=arguments or None,
         metric_type=row["metric"],
-        metric_name=row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})",
+        metric_name=metric_name(row),
         metric_value=row["score"],
         source_name=source[0],
         source_url=source[1],

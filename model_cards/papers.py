@@ -1,7 +1,7 @@
 """The text about each mechanism on a card, and the paper to cite."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -35,6 +35,17 @@ class Mechanism:
         return "\n".join([f"@misc{{{self.key},", *lines, "}"])
 
 
+TALKING = Mechanism(
+    title="Talking-Heads Attention",
+    does="Linear maps across heads are applied to the attention logits and to the attention weights.",
+    limits="It needs the attention weights, which fused attention kernels do not return, so it is slower than "
+    "stock attention. The KV cache grows only with `dynamic` maps of keys.",
+    key="shazeer2020talking",
+    paper="Talking-Heads Attention",
+    authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
+    year="2020",
+    arxiv="2003.02436",
+)
 MECHANISMS: Mapping[str, Mechanism] = {
     "knocking": Mechanism(
         title="Knocking-Heads Attention (KHA)",
@@ -70,17 +81,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         year="2024",
         arxiv="2410.11842",
     ),
-    "talking": Mechanism(
-        title="Talking-Heads Attention",
-        does="Linear maps across heads are applied to the attention logits and to the attention weights.",
-        limits="It needs the attention weights, which fused attention kernels do not return, so it is slower than "
-        "stock attention. The KV cache grows only with `dynamic` maps of keys.",
-        key="shazeer2020talking",
-        paper="Talking-Heads Attention",
-        authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
-        year="2020",
-        arxiv="2003.02436",
-    ),
+    "talking": TALKING,
     "differential": Mechanism(
         title="Differential attention",
         does="Heads form pairs; the softmax of the second head is subtracted from that of the first.",
@@ -103,15 +104,11 @@ MECHANISMS: Mapping[str, Mechanism] = {
         year="2025",
         arxiv="2505.06708",
     ),
-    "bilinear": Mechanism(
+    "bilinear": replace(
+        TALKING,
         title="General bilinear multi-head attention",
         does="Each head has a full matrix between queries and keys, and one from values to the output.",
         limits="It has many times the parameters and multiplications of multi-head attention.",
-        key="shazeer2020talking",
-        paper="Talking-Heads Attention",
-        authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
-        year="2020",
-        arxiv="2003.02436",
     ),
 }
 """Name of a mechanism in `mixers` of a config -> its description."""

@@ -1,6 +1,6 @@
 """Formats numbers and tables in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NOT_MEASURED = "not measured"
@@ -28,6 +28,11 @@ def figure(value: Any) -> str:
         if 10 <= abs(value) < 1e5
         else f"{value:.3e}"
     )
+
+
+def metric_name(row: Mapping[str, Any]) -> str:
+    """The metric of a score, with the filter of the answers if there is one."""
+    return str(row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})")
 
 
 def change(value: float) -> str:
