@@ -24,7 +24,7 @@ CHOSEN = {
 def convert_command(record: Mapping[str, Any], name: str) -> str:
     """The `crosshead convert` or `crosshead fold` command with the recorded options; `name` is the output folder."""
     source, options = record["source"], record.get("options", {})
-    words = ["crosshead", record.get("command", "convert"), source["name"], name]
+    words = ["crosshead", record.get("command", "convert"), _operand(source["name"]), _operand(name)]
     if record.get("command") == "fold":
         words += ["--revision", source["revision"]] if source.get("revision") else []
         return shlex.join([*words, *(["--keep-cache"] if options.get("keep_cache") else [])])
@@ -46,6 +46,11 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
     if "sha256" in text and not text.get("default"):
         words += ["--calibration", str(text.get("text") or text.get("images") or text.get("saved"))]
     return shlex.join(words)
+
+
+def _operand(name: str) -> str:
+    """The name of a model or folder as an argument that is not read as an option."""
+    return f"./{name}" if name.startswith("-") else name
 
 
 def _mixers(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -157,6 +157,10 @@ def test_scoring_command_on_card_quotes_the_name():
     assert shlex.split(command)[3:6] == ["--model_args", "pretrained=my model", "--tasks"]
 
 
+def test_names_on_card_are_not_read_as_options():
+    assert convert_command({"source": {"name": "-in"}}, "-out") == "crosshead convert ./-in ./-out"
+
+
 def test_gguf_with_licence_link_only_and_address_of_a_page(tmp_path):
     metadata = {
         "general.license.link": "https://example.org/licence",
