@@ -50,7 +50,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
     classes = opened.config.architectures or []
     if classes and not any(class_name in known or class_name.endswith(CAUSAL) for class_name in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
-    return replace(opened, tokenizer=open_tokenizer(opened))
+    return with_tokenizer(opened)
 
 
 def open_config(name: str, trust_remote_code: bool = False) -> Opened:
@@ -66,12 +66,12 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     return Opened(location, config, trust_remote_code=trust_remote_code)
 
 
-def open_tokenizer(opened: Opened) -> Any:
-    """Load the tokenizer of a model, which must have a vocabulary."""
+def with_tokenizer(opened: Opened) -> Opened:
+    """Return the model with its tokenizer, which must have a vocabulary."""
     tokenizer = from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
     if not tokenizer.encode("a word", add_special_tokens=False):
         raise EvalError(f"{opened.name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
-    return tokenizer
+    return replace(opened, tokenizer=tokenizer)
 
 
 def check_backbone(opened: Opened) -> None:

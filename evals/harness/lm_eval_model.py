@@ -40,10 +40,7 @@ def hf_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
     """Return a transformers model in the harness's model class, with the checks of `Checks`."""
     from lm_eval.models.huggingface import HFLM
 
-    class CheckedModel(Checks, HFLM):  # type: ignore[misc]
-        """The harness's transformers model with the checks of `Checks`."""
-
-    return CheckedModel(
+    return type("CheckedModel", (Checks, HFLM), {})(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_batch_size=MAXIMUM_BATCH
     )
 
@@ -56,12 +53,8 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
         raise EvalError(f"--backend vllm needs vLLM in this environment: pip install vllm ({error})") from error
 
     name, revision = split_revision(opened.name)
-
-    class CheckedModel(Checks, VLLM):  # type: ignore[misc]
-        """The harness's vLLM model with the checks of `Checks`."""
-
     try:
-        return CheckedModel(
+        return type("CheckedModel", (Checks, VLLM), {})(
             pretrained=name,
             revision=revision,
             tokenizer_revision=revision,

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import prod
@@ -18,7 +17,7 @@ from crosshead.common.errors import EvalError
 from crosshead.common.model_location import split_revision
 from crosshead.common.progress import Progress
 
-from ..open_model import Opened, load_model, open_config, open_tokenizer
+from ..open_model import Opened, load_model, open_config, with_tokenizer
 from .backbones import (
     BACKBONES,
     DIT,
@@ -54,7 +53,7 @@ def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> 
     opened = [open_dit(name) or open_config(name) for name in names]
     backbones = [backbone_of(each) for each in opened]
     opened = [
-        each if IMAGE in backbone.reads else replace(each, tokenizer=open_tokenizer(each))
+        each if IMAGE in backbone.reads else with_tokenizer(each)
         for each, backbone in zip(opened, backbones, strict=True)
     ]
     samples = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]

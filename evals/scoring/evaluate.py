@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_cod
                 "score them separately"
             )
     if kinds[0].reads_text:
-        opened = [replace(model, tokenizer=open_tokenizer(model)) for model in opened]
+        opened = [with_tokenizer(model) for model in opened]
     contexts = [_context(model) for model in opened]
     if issubclass(kinds[0], Windows):  # all models must have the same windows
         contexts = [min(contexts)] * len(contexts)

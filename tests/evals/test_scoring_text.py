@@ -15,7 +15,7 @@ import crosshead
 import scoring_toys
 import toys
 from broken import run
-from crosshead.evals.open_model import open_config, open_tokenizer
+from crosshead.evals.open_model import open_config, with_tokenizer
 from crosshead.evals.scoring import windows
 from crosshead.evals.scoring.evaluate import score_data
 from scoring_toys import classes, labelled, write_rows
@@ -151,8 +151,7 @@ def test_long_texts_are_truncated_and_counted(run_eval, tmp_path):
 
 
 def opened(folder):
-    model = open_config(str(folder))
-    return windows.Opened(model.name, model.config, open_tokenizer(model))
+    return with_tokenizer(open_config(str(folder)))
 
 
 @pytest.mark.parametrize("backbone", [pytest.param("Bert", marks=pytest.mark.slow), "Albert"])
