@@ -68,8 +68,9 @@ class Module:
 
 def write_code(config: Any, directory: str | os.PathLike[str]) -> None:
     """Write the two code files that a configuration needs into a directory."""
+    files = code_files(config)
     os.makedirs(directory, exist_ok=True)
-    for name, text in code_files(config).items():
+    for name, text in files.items():
         (Path(directory) / name).write_text(text, encoding="utf-8")
 
 
@@ -80,6 +81,12 @@ def code_files(config: Any) -> dict[str, str]:
     )
     backbone = config_class.__module__.rsplit(".", 1)[1]
     prefix, mechanisms = str(config.class_prefix), tuple(config.mechanisms())
+    for name in mechanisms:
+        if not MECHANISMS[name].__module__.startswith(f"{__package__}."):
+            raise ValueError(
+                f"the code of the mechanism {name!r} cannot be saved with the model: it is in the module "
+                f"{MECHANISMS[name].__module__}; move it to modeling/mechanisms in crosshead"
+            )
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
     config_definitions = bundle.closure([bundle.config_class], calling=False)
     models = [f"{prefix}{ending}" for ending in config.auto_classes.values()]

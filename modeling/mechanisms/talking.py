@@ -213,10 +213,10 @@ def talking_attention_forward(
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}
         return talking_eager_attention_forward(module, query, key, value, attention_mask, **options)[0], None
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
+    autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocasts else value.dtype
     identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
-    logits_map = identity if head_maps.logits is None else head_maps.logits
-    weights_map = identity if head_maps.weights is None else head_maps.weights
+    logits_map, weights_map = (identity if x is None else x for x in (head_maps.logits, head_maps.weights))
     maps = logits_map, head_maps.logits_by_key, weights_map, head_maps.weights_by_key
     return operator(query.to(dtype), key.to(dtype), value.to(dtype), *maps, attention_mask, scaling, causal), None
 

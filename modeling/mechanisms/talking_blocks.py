@@ -22,7 +22,7 @@ queries per sequence. Timed with 16 heads and 4,096 tokens; shared blocks with 4
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
 """Like TALKING_CPU_BLOCKS, for other devices: 1 GB in float32, 16 blocks for 8 x 2,048 tokens, 32 heads. Untimed."""
 TALKING_BUFFERS_FORWARD, TALKING_BUFFERS_BACKWARD = 2, 4  # buffers, with an element for each head, query and key
-TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
+TALKING_NAMESPACE = re.sub(r"\W", "_", ascii(__name__)[1:-1])  # torch takes only ASCII
 
 
 @dataclass(frozen=True)

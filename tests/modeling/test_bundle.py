@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import crosshead
 from crosshead.modeling import bundle
 from crosshead.modeling.bundle import BundleError, code_files
+from crosshead.modeling.mechanisms import RULES
+from crosshead.modeling.mechanisms.base import AttentionState
+from crosshead.modeling.mechanisms.gating import Gating
 from toys import (
     BACKBONES,
     CASES,
@@ -178,3 +182,29 @@ def test_auto_map_of_config_subclass_names_existing_classes(tmp_path: Path) -> N
 def test_adding_page_contains_whole_gating_module() -> None:
     page = (ROOT / "modeling" / "docs" / "adding.md").read_text(encoding="utf-8")
     assert (ROOT / "modeling" / "mechanisms" / "gating.py").read_text(encoding="utf-8") in page
+
+
+@torch.no_grad()
+def test_remote_code_of_talking_loads_from_folders_with_any_name(tmp_path: Path) -> None:
+    model = mixed_model("Llama", {"talking": {}}, "sdpa")
+    for name in ("modèle", "模型", "a model.1"):
+        model.save_pretrained(tmp_path / name)
+        kind = get_class_from_dynamic_module(model.config.auto_map["AutoModelForCausalLM"], tmp_path / name)
+        loaded = kind.from_pretrained(tmp_path / name, attn_implementation="sdpa")
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_mechanism_of_another_package_is_refused_before_anything_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Doubled(Gating):
+        def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+            return 2 * output
+
+    for table, kind in ((crosshead.MECHANISMS, Doubled), (RULES, Doubled.rules)):
+        monkeypatch.setitem(table, "doubled", kind)
+    model = mixed_model("Llama", {"doubled": {}})
+    assert not torch.equal(model(tokens()).logits, mixed_model("Llama", {"gating": {}})(tokens()).logits)
+    with pytest.raises(ValueError, match=r"'doubled' cannot be saved .*test_bundle; move it to modeling/mechanisms"):
+        model.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.rglob("*.*"))

@@ -238,3 +238,11 @@ def test_past_of_another_model_is_refused(half_values: bool) -> None:
     past = stock(tokens(), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="the past is of another model"):
         model(tokens(), past_key_values=past)
+
+
+@pytest.mark.parametrize("case", MECHANISM_CASES)
+def test_models_on_the_meta_device_return_shapes(case: str) -> None:
+    for implementation in ("sdpa", "eager"):
+        model = mixed_model("Qwen3", CASES[case], implementation).to("meta")
+        logits = model(torch.ones(2, 9, dtype=torch.long, device="meta")).logits
+        assert logits.is_meta and logits.shape == (2, 9, model.config.vocab_size)
