@@ -1,19 +1,19 @@
 """Benchmark of training speed: our trainer and model against transformers' Trainer and the stock model.
 
-Both models have the same sizes. The two runs make their steps in turn, in alternating order, so that other load on
+Both models have the same sizes. Each round trains both for a few steps, in alternating order, so that other load on
 the machine affects both. The time of a step includes its data loading and logging, but no startup, checkpoint or
 saving of the model. The first steps, which allocate memory, are warm-ups and not counted.
 """
 
 import gc
+import signal
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress, silent
 from crosshead.evals.bench.machine import machine
 from crosshead.evals.bench.models import SHAPE as LAYERS
-from crosshead.evals.bench.pairs import measure_alternating, seconds
+from crosshead.evals.bench.pairs import measure_alternating
 from crosshead.modeling.options import unknown
 
 from .data.training_data import TrainingData, open_data
@@ -49,50 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Case name -> `mixers` of the model."""
 
-EndStep = Callable[[], None]
-"""Callback of a run at the end of each step; blocks until the next step is requested."""
-
-
-class SteppedRun:
-    """A training run in its own thread that works only during calls of `step`; it ends with the `with` block."""
-
-    def __init__(self, run: Callable[[EndStep], object]) -> None:
-        self._run = run
-        self._failure: BaseException | None = None
-        self._barrier = Barrier(2)  # passed at the start and at the end of each step
-        self._thread = Thread(target=self._work)
-
-    def __enter__(self) -> "SteppedRun":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._barrier.abort()
-        self._thread.join()
-
-    def step(self) -> None:
-        """Run the next training step; the first call includes the startup. Errors of the run are raised here."""
-        if self._failure is None:
-            self._between_steps()
-        if self._failure is not None:
-            raise self._failure
-
-    def _work(self) -> None:
-        with suppress(BrokenBarrierError):
-            self._barrier.wait()
-            try:
-                self._run(self._between_steps)
-                self._failure = RuntimeError("the run has no more steps")
-            except BrokenBarrierError:
-                raise
-            except BaseException as error:  # raised again by `step`
-                self._failure = error
-            self._barrier.wait()
-
-    def _between_steps(self) -> None:
-        self._barrier.wait()
-        self._barrier.wait()
-
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
     """Measure tokens per second of each case and of the stock run, per round, and their ratios; return the report.
@@ -105,34 +61,32 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
     speeds: dict[str, Any] = {}
     names = names or list(CASES)
     with TemporaryDirectory() as scratch:
-        recipe = _recipe(Path(scratch), WARM_UPS + rounds * steps + 1)
+        recipe = _recipe(Path(scratch), WARM_UPS + steps + 1)
         data = open_data(recipe.data, load_tokenizer(recipe), SHAPE["vocab_size"])
         for index, name in enumerate(names):
             progress("measuring", index, len(names), name)
             ours, stock = partial(_train_ours, recipe, name), partial(_train_stock, recipe, data)
-            times = _step_times(ours, stock, WARM_UPS + rounds * steps)
-            speeds[name] = {
-                "mixers": CASES[name],
-                **_compare(*(_speeds(run_times[WARM_UPS:], steps) for run_times in times)),
-            }
-            gc.collect()  # a trainer and its model are a reference cycle
+            readings = measure_alternating(partial(_speed, ours, steps), partial(_speed, stock, steps), rounds)
+            speeds[name] = {"mixers": CASES[name], **_compare(readings["ours"], readings["baseline"])}
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": MICRO_BATCH, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
     settings |= {"dtype": recipe.train.dtype}
     return {"tokens_per_second": speeds, "shape": SHAPE, "settings": settings, "machine": machine()}
 
 
-def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None], steps: int) -> list[list[float]]:
-    """Return the seconds of each step of our run and of the stock run; the first step includes the startup."""
-    with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
-        times = measure_alternating(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
-    return [times["ours"], times["baseline"]]
+def _speed(run: Callable[[Progress], object], steps: int) -> float:
+    """Return the tokens per second of a run, over `steps` steps after the warm-ups."""
+    ends: dict[int, float] = {}
 
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
+        if stage == "training" and done not in ends:  # a logged step is reported twice
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            ends[done] = time.perf_counter()
 
-def _speeds(times: list[float], steps: int) -> list[float]:
-    """Return the tokens per second of each round, given the seconds of each step."""
-    rounds = (times[start : start + steps] for start in range(0, len(times), steps))
-    return [steps * SEQUENCES * LENGTH / sum(round_times) for round_times in rounds]
+    run(show)
+    gc.collect()  # a trainer and its model are a reference cycle
+    return steps * SEQUENCES * LENGTH / (ends[WARM_UPS + steps] - ends[WARM_UPS])
 
 
 def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
@@ -166,27 +120,16 @@ def _recipe(folder: Path, steps: int) -> Recipe:
     )
 
 
-def _on_new_step(end_step: EndStep) -> Progress:
-    """Return a progress callback that calls `end_step` once per step, although logged steps are reported twice."""
-    ended = 0
-
-    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
-        nonlocal ended
-        if stage == "training" and done > ended:
-            ended = done
-            end_step()
-
-    return show
-
-
-def _train_ours(recipe: Recipe, name: str, end_step: EndStep) -> None:
+def _train_ours(recipe: Recipe, name: str, progress: Progress) -> None:
     """Train the case `name` from scratch with our trainer."""
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
         model = replace(recipe.model, config={**(recipe.model.config or {}), "mixers": CASES[name]})
-        train(replace(recipe, output=output, model=model), _on_new_step(end_step))
+        outcome = train(replace(recipe, output=output, model=model), progress)
+    if outcome.stopped_by is not None:
+        signal.raise_signal(outcome.stopped_by)  # `train` has returned early: stop the benchmark, too
 
 
-def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
+def _train_stock(recipe: Recipe, data: TrainingData, progress: Progress) -> None:
     """Train the stock Llama with transformers' Trainer and the same arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
@@ -195,7 +138,7 @@ def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
             model=AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32),
             args=training_arguments(replace(recipe, output=output)),
             train_dataset=data.samples(recipe.steps * recipe.batch_size, recipe.train.seed),
-            callbacks=[ReportProgress(_on_new_step(end_step), recipe.per_step)],
+            callbacks=[ReportProgress(progress, recipe.per_step)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

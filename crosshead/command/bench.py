@@ -221,8 +221,8 @@ def train(
     """Measure training with crosshead's trainer and model.
 
     The baseline is the Trainer of transformers with the stock model. Both train from scratch with the same settings:
-    34 million parameters, 512 tokens per sequence; their steps alternate. Stop other processes before you measure
-    times. For example:
+    34 million parameters, 512 tokens per sequence. Their short runs alternate. Stop other processes before you
+    measure times. For example:
 
     crosshead bench train knocking-mlp explicit --out train.json
     """

@@ -5,7 +5,7 @@ Slow tier, like all tests of measuring tools, except for one quick run of the co
 
 import json
 import os
-from functools import partial
+import signal
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from transformers import Trainer
 from broken import run
 from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train as module
-from crosshead.recipes.bench_train import CASES, SteppedRun, bench_train, bench_train_lines
+from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
 from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.train import Outcome
 from crosshead.recipes.trainer.run_trainer import RunTrainer
 
 SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
@@ -53,22 +54,21 @@ def test_stock_and_own_trainer_alternate_on_same_batches(recorded_training):
     report = bench_train(["explicit", "mixture"], rounds=2, steps=1)
     runs, batches = recorded_training
     kinds = [isinstance(trainer, RunTrainer) for trainer in runs]
-    assert kinds == [False, True] * 2
+    assert kinds == [False, True, True, False] * 2
     assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer in runs] == kinds
     stock, ours = runs[:2]
     for name, value in module.SHAPE.items():
         assert getattr(stock.model.config, name) == getattr(ours.model.config, name) == value
     same = set(vars(stock.args)) - {"output_dir", "logging_dir", "accelerator_config", "distributed_state"}
     assert {name: getattr(stock.args, name) for name in same} == {name: getattr(ours.args, name) for name in same}
-    turns = [trainer is ours for trainer, _ in batches[: 2 * 3 * 2]]
-    # Two micro batches per step.
-    assert turns == [False, False, True, True, True, True, False, False, False, False, True, True]
+    assert [trainer for trainer, _ in batches] == [trainer for trainer in runs for _ in range(2 * 3)]
     theirs, mine = ([inputs for trainer, inputs in batches if trainer is side] for side in (stock, ours))
+    # Two micro batches in each step: a warm-up, a measured step, and the last step.
     assert [sorted(each) for each in theirs] == [sorted(each) for each in mine] == 6 * [["input_ids", "labels"]]
     rows = [{tuple(sample["input_ids"].tolist()) for sample in side.train_dataset} for side in (stock, ours)]
-    assert rows[0] == rows[1] and len(rows[0]) == (3 + 1) * 4  # each side shuffles them on its own
+    assert rows[0] == rows[1] and len(rows[0]) == 3 * 4  # each side shuffles them on its own
     for side in (theirs, mine):
-        assert {tuple(row.tolist()) for batch in side for row in batch["input_ids"]} < rows[0]
+        assert {tuple(row.tolist()) for batch in side for row in batch["input_ids"]} == rows[0]
     assert {part.dtype for part in stock.model.parameters()} == {torch.float32}
     figures = report["tokens_per_second"]
     assert list(figures) == ["explicit", "mixture"] and figures["mixture"]["mixers"] == CASES["mixture"]
@@ -80,43 +80,29 @@ def test_stock_and_own_trainer_alternate_on_same_batches(recorded_training):
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
-@pytest.mark.slow
-def test_interleaved_run_has_same_losses_as_run_alone(monkeypatch, tmp_path):
-    """transformers shares some state among all trainers."""
-    losses = {}
-    leave = RunTrainer.training_step
-
-    def keeping(self, *args, **kwargs):
-        loss = leave(self, *args, **kwargs)
-        losses.setdefault(self, []).append(loss.item())
-        return loss
-
-    monkeypatch.setattr(RunTrainer, "training_step", keeping)
-    recipe = module._recipe(tmp_path, steps=8)
-    with SteppedRun(partial(module._train_ours, recipe, "explicit")) as alone:
-        for _ in range(7):
-            alone.step()
-    bench_train(["explicit"], rounds=2, steps=3)
-    one, other = losses.values()
-    assert one == other and len(set(one)) == 7 * 2
-
-
-def test_step_times_exclude_other_side_and_rounds_give_speeds(monkeypatch):
-    """Either side may run first in a step."""
+def test_speed_excludes_startup_warm_ups_logging_and_last_step(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("crosshead.evals.bench.pairs.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
 
-    def steps(*taken):
-        def run(rest):
-            for seconds in taken:
-                clock[0] += seconds
-                rest()
+    def run(progress):
+        progress("tokenising", 1, None)
+        for step, seconds in enumerate((1000, 1, 2, 30, 500), 1):
+            clock[0] += seconds
+            progress("training", step, 5)
+            if step in (2, 4):  # a logged step is reported twice
+                clock[0] += 0.5
+                progress("training", step, 5, "loss 1.0000")
 
-        return run
+    assert module._speed(run, steps=2) == 2 * 4 * 32 / 3.5  # the step after a logged step includes the logging
+    assert module._speed(run, steps=3) == 3 * 4 * 32 / 33.5
 
-    ours, stock = steps(1000, 1, 2, 3, 500), steps(2000, 10, 20, 30, 500)
-    assert module._step_times(ours, stock, 4) == [[1000, 1, 2, 3], [2000, 10, 20, 30]]
-    assert module._speeds([1, 3, 2, 6], steps=2) == [2 * 4 * 32 / 4, 2 * 4 * 32 / 8]
+
+def test_signal_to_training_stops_benchmark(monkeypatch):
+    """`train` returns early after a signal; then the signal has its usual effect."""
+    stopped = Outcome(1, 8, signal.SIGINT, None, {})
+    monkeypatch.setattr(module, "train", lambda recipe, progress: stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench_train(["explicit"], rounds=1, steps=1)
 
 
 def test_knocking_cases_match_shipped_recipes():
