@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..schema.objectives import Classes
 from .training_data import Draws
 
 TRIES = 10
@@ -61,31 +62,25 @@ class Augmentation:
 
     size: tuple[int, int]
     """Height and width of the augmented image."""
-    smallest_crop: float
-    flip: bool
-    operations: int
-    """Number of RandAugment operations on each image."""
-    magnitude: float
-    erasing: float
-    """Probability that a box of an image is erased."""
+    options: Classes
 
     def image(self, image: Any, draws: Draws) -> Any:
         """Return a random crop of a Pillow image, possibly mirrored, with RandAugment operations applied."""
         from PIL import Image
 
         width, height = image.size
-        box = crop_box(width, height, self.smallest_crop, draws)
+        box = crop_box(width, height, self.options.crop, draws)
         image = image.resize(self.size[::-1], Image.Resampling.BICUBIC, box=box)
-        if self.flip and draws.random() < 0.5:
+        if self.options.flip and draws.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        for _ in range(self.operations):
+        for _ in range(self.options.operations):
             operation = OPERATIONS[draws.integers(len(OPERATIONS))]
-            image = changed(image, operation, self.magnitude / HIGHEST_MAGNITUDE, draws)
+            image = changed(image, operation, self.options.magnitude / HIGHEST_MAGNITUDE, draws)
         return image
 
     def pixels(self, pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Apply random erasing to normalised pixel values (channels, height, width): a box becomes normal noise."""
-        if draws.random() >= self.erasing:
+        if draws.random() >= self.options.erasing:
             return pixels
         height, width = self.size
         low, high = map(log, ERASED_RATIOS)

@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import RecipeError, one_line
@@ -32,24 +32,6 @@ FORMAT = 2
 """Version of the digest cache; increment it when the digests of unchanged images change."""
 
 
-class ImageSource(Protocol):
-    """A source of encoded images, each with a class."""
-
-    classes: tuple[str, ...]
-    """Class names, in the order of the class indices."""
-    labels: list[int]
-    """Class index of each image."""
-
-    def content(self, index: int) -> bytes:
-        """Return the encoded image, such as the content of a PNG file."""
-
-    def place(self, index: int) -> str:
-        """Return the image's location, for error messages."""
-
-    def state(self) -> list[Any]:
-        """Return everything that determines the images, in JSON types, as the cache key."""
-
-
 class ClassFolders:
     """Image files in one folder per class, at any depth; the name of the folder is the class name."""
 
@@ -63,7 +45,9 @@ class ClassFolders:
                 "for each class"
             ) from None
         self.classes = tuple(folder.name for folder in folders)
+        """Class names, in the order of the class indices."""
         self.labels: list[int] = []
+        """Class index of each image."""
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
             files = [path for path in files_in(folder, "") if path.suffix.lower() in IMAGE_SUFFIXES]
@@ -84,11 +68,11 @@ class ClassFolders:
         return self._files[index].read_bytes()
 
     def place(self, index: int) -> str:
-        """Return the path of the file."""
+        """Return the path of the file, for error messages."""
         return str(self._files[index])
 
     def state(self) -> list[Any]:
-        """Return path, size and modification time of each file."""
+        """Return path, size and modification time of each file: everything that determines the images."""
         return file_states(self._files)
 
 
@@ -142,6 +126,10 @@ class DatasetImages:
     def state(self) -> list[Any]:
         """Return the column, the split, the number of rows, and the files of the prepared dataset."""
         return [self._image, self._source.split, len(self.labels), *file_states(self._files)]
+
+
+ImageSource = ClassFolders | DatasetImages
+"""A source of encoded images, each with a class."""
 
 
 def require_pillow() -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset
 
 from crosshead.common.errors import RecipeError
-from crosshead.common.progress import Progress, silent
+from crosshead.common.progress import Progress
 
 from ..schema.sections import DataOptions, DataSource
 from .augmentation import Augmentation
@@ -101,29 +101,21 @@ class Images(Dataset[dict[str, Any]]):
 
 
 @dataclass(frozen=True)
-class Augmented:
-    """Turns a decoded image into a training sample: augmentation, then the image processor."""
+class ProcessImage:
+    """Turns a decoded image into a sample: with the image processor, in training after random augmentation."""
 
     inputs: ImageInputs
-    augmentation: Augmentation
+    augmentation: Augmentation | None
+    """None for evaluation samples."""
 
     def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
-        """Return pixel values, label, and the random number that seeds mixup and CutMix."""
+        """Return pixel values, label and, in training, the random number that seeds mixup and CutMix."""
+        if self.augmentation is None:
+            return {"pixel_values": self.inputs.pixels(sample["image"]), "labels": sample["labels"]}
         image = self.augmentation.image(sample["image"], draws)
         pixels = self.inputs.pixels(image, do_resize=False, do_center_crop=False)
         pixels = self.augmentation.pixels(pixels, draws)
         return {"pixel_values": pixels, "labels": sample["labels"], MIXING: torch.tensor(int(draws.integers(2**63)))}
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Turns a decoded image into an evaluation sample, with the image processor alone."""
-
-    inputs: ImageInputs
-
-    def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
-        """Return pixel values and label."""
-        return {"pixel_values": self.inputs.pixels(sample["image"]), "labels": sample["labels"]}
 
 
 def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any:
@@ -142,13 +134,6 @@ def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any
         image_std=half,
         do_convert_rgb=channels == 3,
     )
-
-
-def open_images(
-    options: DataOptions, inputs: ImageInputs, augmentation: Augmentation, progress: Progress = silent
-) -> TrainingData:
-    """Open the training and evaluation samples of an image classifier."""
-    return read_images(options, inputs, progress).prepared(Augmented(inputs, augmentation), Plain(inputs))
 
 
 def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -> TrainingData:

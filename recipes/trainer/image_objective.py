@@ -15,7 +15,7 @@ from crosshead.modeling.encoder import image_shape
 from ..data.augmentation import Augmentation
 from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages
 from ..data.image_sources import require_pillow
-from ..data.images import ImageInputs, find_images, image_processor, open_images, renumber
+from ..data.images import ImageInputs, ProcessImage, find_images, image_processor, read_images, renumber
 from ..data.training_data import TrainingData
 from ..schema.model_config import CLASS_COUNT, check_model_type, model_config
 from .loading import load_config
@@ -91,15 +91,8 @@ class Classes(Objective):
         check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
         keep_numbers(processor, [str(config.id2label[number]) for number in range(config.num_labels)])
         config.update(class_names(processor.classes))
-        augmentation = Augmentation(
-            size=self.shape[1:],
-            smallest_crop=self.options.crop,
-            flip=self.options.flip,
-            operations=self.options.operations,
-            magnitude=self.options.magnitude,
-            erasing=self.options.erasing,
-        )
-        return open_images(self.recipe.data, processor, augmentation, progress)
+        training = ProcessImage(processor, Augmentation(self.shape[1:], self.options))
+        return read_images(self.recipe.data, processor, progress).prepared(training, ProcessImage(processor, None))
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
         """Return blank images."""

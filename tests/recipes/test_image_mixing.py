@@ -9,6 +9,7 @@ from PIL import Image
 
 from crosshead.recipes.data.augmentation import OPERATIONS, Augmentation, changed, crop_box
 from crosshead.recipes.data.image_mixing import MIXING, MixImages
+from crosshead.recipes.schema.objectives import Classes
 from crosshead.recipes.trainer.image_objective import SoftPredictions
 
 CLASSES = 5
@@ -158,7 +159,7 @@ def test_solarize_posterize_brightness_and_translate_results():
 
 
 def test_random_erasing_replaces_one_box_by_noise():
-    augmentation = Augmentation((32, 48), 1.0, flip=False, operations=0, magnitude=9, erasing=1.0)
+    augmentation = Augmentation((32, 48), Classes(erasing=1.0))
     pixels = torch.full((3, 32, 48), 7.0)
     shares = []
     for seed in range(50):
@@ -170,5 +171,5 @@ def test_random_erasing_replaces_one_box_by_noise():
         assert 0.25 < width / height < 4
     assert min(shares) > 0.01 and 0.2 < max(shares) < 0.35
     assert (pixels == 7).all()
-    never = Augmentation((32, 48), 1.0, flip=False, operations=0, magnitude=9, erasing=0.0)
+    never = Augmentation((32, 48), Classes(erasing=0.0))
     assert never.pixels(pixels, np.random.default_rng(0)) is pixels

@@ -12,15 +12,17 @@ import torch
 from PIL import Image
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.progress import silent
 from crosshead.recipes.data import image_sources
 from crosshead.recipes.data.augmentation import Augmentation
-from crosshead.recipes.data.images import find_images, image_processor, open_images
+from crosshead.recipes.data.images import ProcessImage, find_images, image_processor, read_images
 from crosshead.recipes.data.toy_images import write_toy_images
+from crosshead.recipes.schema.objectives import Classes
 from crosshead.recipes.schema.sections import DataOptions, DataSource
 
 COLUMNS = ("image", "label")
-PLAIN = Augmentation((8, 8), smallest_crop=1.0, flip=False, operations=0, magnitude=9, erasing=0.0)
-FULL = replace(PLAIN, smallest_crop=0.2, flip=True, operations=2, erasing=0.5)
+PLAIN = Augmentation((8, 8), Classes(crop=1.0, flip=False))
+FULL = Augmentation((8, 8), Classes(crop=0.2, operations=2, erasing=0.5))
 SIZE = (20, 12)
 
 
@@ -50,7 +52,9 @@ def find_image_inputs(options, channels=3, columns=COLUMNS):
 
 
 def open_image_data(options, channels=3, columns=COLUMNS, augmentation=PLAIN):
-    return open_images(options, find_image_inputs(options, channels, columns), augmentation)
+    inputs = find_image_inputs(options, channels, columns)
+    training, evaluation = ProcessImage(inputs, augmentation), ProcessImage(inputs, None)
+    return read_images(options, inputs, silent).prepared(training, evaluation)
 
 
 @pytest.fixture
