@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from hashlib import blake2b
-from heapq import heappop, heappush
 from math import gcd, lcm
 
 import numpy as np
@@ -62,17 +61,20 @@ class SourceOrder:
             )
         self._source = np.empty(self.period, np.int32)
         self._number = np.empty(self.period, np.int32)  # index among the source's samples in the period
-        waiting, ready = [(0, source) for source in range(len(units))], list[tuple[int, int]]()
-        taken = [0] * len(units)
+        taken = [0] * len(self.units)
+
+        def deadline(source: int) -> int:
+            return -(-(taken[source] + 1) * self.period // self.units[source])
+
         for index in range(self.period):
-            while waiting and waiting[0][0] <= index:
-                source = heappop(waiting)[1]
-                heappush(ready, (-(-(taken[source] + 1) * self.period // self.units[source]), source))
-            source = heappop(ready)[1]
+            released = [
+                source
+                for source, unit in enumerate(self.units)
+                if taken[source] < unit and taken[source] * self.period // unit <= index
+            ]
+            source = min(released, key=deadline)
             self._source[index], self._number[index] = source, taken[source]
             taken[source] += 1
-            if taken[source] < self.units[source]:
-                heappush(waiting, (taken[source] * self.period // self.units[source], source))
 
     def source(self, index: int) -> tuple[int, int]:
         """Return the source of sample `index`, and the number of earlier samples of this source."""
