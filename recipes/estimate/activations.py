@@ -23,7 +23,7 @@ from transformers.models.albert.modeling_albert import AlbertLayerGroup
 
 from ..schema.model_config import DECODERS
 from ..schema.recipe import Recipe
-from ..schema.sections import DataOptions, TrainOptions
+from ..schema.sections import DataOptions
 from ..trainer.objectives import objective_of
 from ..trainer.parameters import set_trainable
 
@@ -58,51 +58,32 @@ class Activations:
     """Bytes saved before and after the layers, without logits."""
 
     def total(self, checkpointed: bool) -> int:
-        """Return the bytes at the end of the forward pass.
-
-        With activation checkpointing (`checkpointed`), only the inputs of all layers, one recomputed layer and the
-        tensors outside of the layers are stored.
-        """
+        """Return the bytes at the end of the forward pass; checkpointed layers but one store only their input."""
         if checkpointed:
             return self.inputs + max(self.layers) + self.outside
         return sum(self.layers) + self.outside
 
 
-def activations(config: Any, train: TrainOptions, data: DataOptions, precision: Precision) -> Activations:
-    """Estimate the activations of a decoder with this configuration."""
+def activations(config: Any, recipe: Recipe, precision: Precision) -> Activations:
+    """Estimate the activations of a model with this configuration, for samples of the recipe's objective."""
+    kind, train = getattr(transformers, recipe.objective.auto_class), recipe.train
     rows = min(2, train.micro_batch)  # batch size 1 saves more per sequence: some operations copy only then
-    narrow = _narrow(config)
-    token, pair, residual = _coefficients(narrow, train, data, precision, rows)
 
-    def growth(wider: Any) -> torch.Tensor:
-        return _coefficients(wider, train, data, precision, rows)[0] - token
-
-    per_token = token + _slopes(config, narrow, growth)
-    total = (per_token * data.length + pair * data.length**2) / rows * train.micro_batch
-    *layers, outside = (max(0, round(size)) for size in total.tolist())
-    layer_input = residual.itemsize * config.hidden_size * data.length * train.micro_batch
-    return Activations(tuple(layers), layer_input * len(layers), outside)
-
-
-def activations_at_length(config: Any, recipe: Recipe, precision: Precision) -> Activations:
-    """Estimate the activations of a model other than a decoder, for samples of the recipe's objective."""
-    objective, kind = objective_of(recipe), getattr(transformers, recipe.objective.auto_class)
-    rows = min(2, recipe.train.micro_batch)
-
-    def saved(variant: Any) -> tuple[torch.Tensor, int]:
+    def saved(variant: Any) -> torch.Tensor:
         with torch.random.fork_rng(devices=[]):
-            model = set_trainable(kind.from_config(deepcopy(variant), dtype=precision.weights).train(), recipe.train)
-            sizes, inputs = _saved(model, objective.example(variant, rows), precision.autocast)
-        return torch.tensor(sizes, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
+            model = set_trainable(kind.from_config(deepcopy(variant), dtype=precision.weights).train(), train)
+            if recipe.objective.auto_class == DECODERS:
+                return _saved_by_decoder(model, recipe.data, precision.autocast, rows)
+            return _saved(model, objective_of(recipe).example(variant, rows), precision.autocast)
 
-    has_stages = isinstance(config.num_attention_heads, list | tuple)
-    narrow = config if has_stages else _narrow(config)
-    narrow_bytes, inputs = saved(narrow)
-    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - narrow_bytes)
-    total = (narrow_bytes + slopes) / rows * recipe.train.micro_batch
-    *layers, outside = (max(0, round(size)) for size in total.tolist())
-    scale = recipe.train.micro_batch / rows * config.hidden_size / narrow.hidden_size
-    return Activations(tuple(layers), round(inputs * scale), outside)
+    if isinstance(config.num_attention_heads, list | tuple):  # a model with stages
+        total = saved(config)
+    else:
+        narrow = _narrow(config)
+        narrow_bytes = saved(narrow)
+        total = narrow_bytes + _slopes(config, narrow, lambda wider: saved(wider) - narrow_bytes)
+    *layers, outside, inputs = (max(0, round(size)) for size in (total / rows * train.micro_batch).tolist())
+    return Activations(tuple(layers), inputs, outside)
 
 
 def _slopes(config: Any, narrow: Any, growth: Callable[[Any], torch.Tensor]) -> Any:
@@ -134,31 +115,26 @@ def _narrow(config: Any) -> Any:
     return small
 
 
-def _coefficients(
-    config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-    """Return bytes per token and per pair of tokens (layers + 1 each), and the dtype of the hidden states.
+def _saved_by_decoder(model: nn.Module, data: DataOptions, autocast: bool, rows: int) -> torch.Tensor:
+    """Return what `_saved` would return for windows of `data.length` tokens, from the values for short windows.
 
-    The last element is for everything outside of the layers.
+    The bytes are a sum of a multiple of the number of tokens and a multiple of the number of pairs of tokens.
     """
     results = []
-    with torch.random.fork_rng(devices=[]):
-        model = transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
-        model = set_trainable(model, train)
-        for length in LENGTHS:
-            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
-            if data.separate_documents:  # two documents per window
-                inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
-            results.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
-    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in results)
+    for length in LENGTHS:
+        inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+        if data.separate_documents:  # two documents per window
+            inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
+        results.append(_saved(model, inputs | {"use_cache": False}, autocast))
+    short, middle, long = results
     step = LENGTHS[1] - LENGTHS[0]
     pair = (long - 2 * middle + short) / (2 * step**2)
     token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
-    return token, pair, results[0][1][0].dtype
+    return token * data.length + pair * data.length**2
 
 
-def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[list[int], list[torch.Tensor]]:
-    """Run a forward pass; return the bytes saved by each layer and, last, outside of layers, and the layer inputs."""
+def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> torch.Tensor:
+    """Run a forward pass; return the bytes that each layer saves, those outside of layers, and the layers' inputs."""
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
     marks: list[int] = []
@@ -186,7 +162,8 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
     mark()
     *bounds, total = marks
     layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
-    return [*layers, total - sum(layers)], layer_inputs
+    input_bytes = sum(tensor.numel() * tensor.itemsize for tensor in layer_inputs)
+    return torch.tensor([*layers, total - sum(layers), input_bytes], dtype=torch.float64)
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:

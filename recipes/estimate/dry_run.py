@@ -21,6 +21,7 @@ from ..schema.model_config import (
     check_expert_bias,
     check_model_type,
     model_config,
+    named_model_config,
 )
 from ..schema.objectives import Noise
 from ..schema.recipe import Recipe
@@ -29,7 +30,6 @@ from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
 from ..trainer.objectives import objective_of
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
-from .diffusion import diffusion_estimate
 from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
@@ -73,17 +73,20 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
     if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.average={recipe.train.average:g} is not possible with {sharding.kind}: leave it out")
-    if isinstance(recipe.objective, Noise):
-        return _report(recipe, sharding, *diffusion_estimate(recipe, sharding), RECIPE, None)
-    config, counted_from = _model(recipe)
+    is_noise = isinstance(recipe.objective, Noise)
+    if is_noise and sharding.kind in (FSDP, ZERO3):
+        raise RecipeError(f"the objective {recipe.objective.name} is not possible with {sharding.kind}")
+    config, counted_from = _config(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
-    config.dtype = getattr(torch, recipe.train.dtype)
+    if not is_noise:
+        config.dtype = getattr(torch, recipe.train.dtype)
     with _counting(config, RECIPE if counted_from == RECIPE else f"model.path={recipe.model.path}"):
-        counts = _counts(recipe, config)
-        trained = set_trainable(on_meta(config), recipe.train).named_parameters()
-        sizes = {name: part.numel() for name, part in trained if part.requires_grad}
+        model = _new_diffusion_model(recipe, config) if is_noise else on_meta(config)
+        counts = _counts(recipe, config, model)
+        model = set_trainable(model, recipe.train)
+        sizes = {name: part.numel() for name, part in model.named_parameters() if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
-        memory_per_gpu = memory(recipe, config, sharding, teacher)
+        memory_per_gpu = memory(recipe, config, model, sharding, teacher)
     return _report(recipe, sharding, sizes, counts, memory_per_gpu, counted_from, teacher_from)
 
 
@@ -120,7 +123,13 @@ def _report(
     }
 
 
-def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
+def _new_diffusion_model(recipe: Recipe, config: Any) -> Any:
+    """Return the diffusion transformer of a configuration on the meta device."""
+    with torch.device("meta"), named_model_config():
+        return objective_of(recipe).new_model(config)
+
+
+def _counts(recipe: Recipe, config: Any, model: Any) -> dict[str, int]:
     """Return parameters, FLOPs and, for a decoder, KV-cache bytes per token, for a classifier, its classes."""
     unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
     if recipe.objective.auto_class in (DECODERS, CLASSIFIERS):
@@ -130,7 +139,7 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
         counts = {"kv_bytes_per_token": cost.kv_bytes_per_token} if is_decoder else {"classes": config.num_labels}
         counts |= {"parameters": cost.parameters, "new_parameters": cost.new_parameters}
     else:
-        model, example = on_meta(config), objective_of(recipe).example(config, 1)
+        example = objective_of(recipe).example(config, 1)
         inputs = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in example.items()}
         flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
         flops //= recipe.data.length if recipe.counts_tokens else 1
@@ -151,7 +160,7 @@ def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, 
     return {part: dict(zip(keys, values, strict=True)) for part, values in settings.items() if values[0]}
 
 
-def _model(recipe: Recipe) -> tuple[Any, str]:
+def _config(recipe: Recipe) -> tuple[Any, str]:
     """Return the configuration of the model to train, and its source (`CONFIG` or `RECIPE`)."""
     path, expected = recipe.model.path, recipe.model.config
     is_replaced = getattr(recipe.objective, "new_classifier", False)

@@ -8,7 +8,7 @@ Estimates:
   With FSDP2: the tensors that are gathered at the same time, which are the head and its gradient, two layers and the
   gradient of one layer. With DeepSpeed: the default maximum of live parameters, and the gradient bucket.
 - with data parallelism: the buckets in which gradients are reduced.
-- activations, measured by `activations.py` on small copies of the model.
+- activations, measured by `activations.py` on small copies of the model; not for diffusion models.
 - the logits of a micro batch: in the compute dtype (if not float32), in float32, and their log-probabilities; in a
   distillation one more float32 copy and, if the teacher runs, two copies of its logits.
 
@@ -26,14 +26,12 @@ import yaml
 from torch import nn
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.counting import on_meta
 from crosshead.modeling.options import is_whole
 
-from ..schema.model_config import DECODERS
+from ..schema.objectives import Noise
 from ..schema.recipe import Recipe
 from ..trainer.objectives import objective_of
-from ..trainer.parameters import set_trainable
-from .activations import Precision, activations, activations_at_length, model_layers
+from .activations import Precision, activations, model_layers
 
 FOLDER = Path(__file__).parents[1] / "accelerate"
 """Folder of the accelerate configurations that are shipped with the package."""
@@ -136,17 +134,18 @@ def read_sharding(name: str) -> Sharding:
     return Sharding(path.stem, kind, processes)
 
 
-def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | None) -> Memory:
-    """Estimate the memory per GPU for a model with this configuration, trained by the recipe."""
-    model = set_trainable(on_meta(config), recipe.train)
+def memory(recipe: Recipe, config: Any, model: Any, sharding: Sharding, teacher: Teacher | None) -> Memory:
+    """Estimate the memory per GPU for a model with this configuration, trained by the recipe.
+
+    `model` is the model on the meta device, prepared for training.
+    """
     stored = _shard(model.parameters(), sharding)
     trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
     itemsize = _itemsize(recipe)
     bfloat16_copy = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
-    if recipe.objective.auto_class == DECODERS:
-        saved = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
-    else:
-        saved = activations_at_length(config, recipe, precision(recipe, sharding))
+    saved = 0  # activations of diffusion models are not estimated
+    if not isinstance(recipe.objective, Noise):
+        saved = activations(config, recipe, precision(recipe, sharding)).total(recipe.train.checkpoint_activations)
     return Memory(
         weights=(trained if bfloat16_copy else stored) * FLOAT32 + bfloat16_copy,
         gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
@@ -155,7 +154,7 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
         working_copies=_working_copies(model, sharding, itemsize),
         gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
-        activations=saved.total(recipe.train.checkpoint_activations),
+        activations=saved,
         logits=_logits(recipe, objective_of(recipe).logits(config), teacher),
     )
 
@@ -203,9 +202,12 @@ def _matrix_elements(model: Any) -> int:
     """Return the number of elements that autocast copies: not experts (3-D tensors), nor an untied embedding."""
     if hasattr(model.config, "image_size"):  # convolutions and matrices
         return sum(part.numel() for part in model.parameters() if part.ndim in (2, 4))
-    embedding = model.get_input_embeddings().weight
-    tied = embedding is model.get_output_embeddings().weight
-    return sum(part.numel() for part in model.parameters() if part.ndim == 2 and (tied or part is not embedding))
+    matrices = [part for part in model.parameters() if part.ndim == 2]
+    if hasattr(model, "get_input_embeddings"):  # not a diffusion model
+        embedding = model.get_input_embeddings().weight
+        if embedding is not model.get_output_embeddings().weight:
+            matrices = [part for part in matrices if part is not embedding]
+    return sum(part.numel() for part in matrices)
 
 
 def _logits(recipe: Recipe, logits: int, teacher: Teacher | None) -> int:

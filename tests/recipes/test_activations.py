@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.recipes.estimate.activations import Precision, activations
-from crosshead.recipes.schema.sections import DataOptions, DataSource, LoraOptions, TrainOptions
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.sections import DataOptions, DataSource, LoraOptions, ModelOptions, TrainOptions
 from crosshead.recipes.trainer.parameters import set_trainable
 from tiers import grid
 
@@ -33,7 +34,11 @@ def config_of(backbone, mixers):
 
 def train_options(trainable="all", micro_batch=3, **changes):
     lora = LoraOptions(rank=4, alpha=8.0) if trainable == "mixers+lora" else None
-    return TrainOptions(1e-3, 1000, 100, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
+    return TrainOptions(1e-3, 1200, 240, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
+
+
+def estimate_of(config, train, precision, data=DATA):
+    return activations(config, Recipe("run", ModelOptions("model"), data, train), precision)
 
 
 def saved_bytes(config, train, precision, checkpointed=False, **inputs):
@@ -68,7 +73,7 @@ def saved_bytes(config, train, precision, checkpointed=False, **inputs):
 @pytest.mark.parametrize(("name", "precision"), grid(toys.CASES, ["float32", "autocast"], strength=1))
 def test_estimate_equals_saved_tensors_for_every_mechanism(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    estimate = estimate_of(config, train_options(), ARITHMETIC[precision])
     assert estimate.total(False) == pytest.approx(
         saved_bytes(config, train_options(), ARITHMETIC[precision]), rel=0.01
     )
@@ -78,7 +83,7 @@ def test_estimate_equals_saved_tensors_for_every_mechanism(name, precision):
 @pytest.mark.parametrize(("backbone", "precision"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
 def test_estimate_equals_saved_tensors_for_every_backbone(backbone, precision):
     config = config_of(backbone, toys.CASES["knocking+mixture"])
-    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    estimate = estimate_of(config, train_options(), ARITHMETIC[precision])
     assert estimate.total(False) == pytest.approx(
         saved_bytes(config, train_options(), ARITHMETIC[precision]), rel=0.01
     )
@@ -87,15 +92,15 @@ def test_estimate_equals_saved_tensors_for_every_backbone(backbone, precision):
 @pytest.mark.parametrize("trainable", ["mixers", "mixers+lora"])
 def test_frozen_parameters_save_fewer_activations(trainable):
     config, train = config_of("Llama", toys.CASES["knocking"]), train_options(trainable)
-    estimate = activations(config, train, DATA, WIDE).total(False)
+    estimate = estimate_of(config, train, WIDE).total(False)
     assert estimate == pytest.approx(saved_bytes(config, train, WIDE), rel=0.02)
-    assert estimate < activations(config, train_options(), DATA, WIDE).total(False)
+    assert estimate < estimate_of(config, train_options(), WIDE).total(False)
 
 
 @pytest.mark.parametrize(("name", "precision"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
 def test_checkpointed_layers_save_only_their_input(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    estimate = activations(config, train_options(), DATA, ARITHMETIC[precision])
+    estimate = estimate_of(config, train_options(), ARITHMETIC[precision])
     real = saved_bytes(config, train_options(), ARITHMETIC[precision], checkpointed=True)
     assert estimate.total(True) - max(estimate.layers) == pytest.approx(real, rel=0.05)
     assert estimate.total(True) < estimate.total(False)
@@ -104,14 +109,14 @@ def test_checkpointed_layers_save_only_their_input(name, precision):
 def test_batch_of_one_needs_no_expanded_copies():
     config = config_of("Llama", toys.CASES["talking"])
     config._attn_implementation = "eager"  # saves all attention weights
-    one, three = (activations(config, train_options(micro_batch=rows), DATA, WIDE).total(False) for rows in (1, 3))
+    one, three = (estimate_of(config, train_options(micro_batch=rows), WIDE).total(False) for rows in (1, 3))
     assert one < 0.8 * three / 3
 
 
 def test_layers_with_and_without_mechanism_differ():
     config = config_of("Llama", {"talking": {"layers": [1]}})
     config._attn_implementation = "eager"  # saves all attention weights
-    first, second = activations(config, train_options(), DATA, WIDE).layers
+    first, second = estimate_of(config, train_options(), WIDE).layers
     assert first < 0.8 * second
 
 
@@ -119,14 +124,14 @@ def test_layers_with_and_without_mechanism_differ():
 def test_separate_documents_save_more_activations(name):
     config, apart = config_of("Llama", toys.CASES[name]), replace(DATA, separate_documents=True)
     positions = torch.cat([torch.arange(25), torch.arange(15)])
-    estimate = activations(config, train_options(), apart, WIDE).total(False)
+    estimate = estimate_of(config, train_options(), WIDE, apart).total(False)
     assert estimate == pytest.approx(saved_bytes(config, train_options(), WIDE, position_ids=positions), rel=0.02)
-    assert estimate > activations(config, train_options(), DATA, WIDE).total(False)
+    assert estimate > estimate_of(config, train_options(), WIDE).total(False)
 
 
 def test_estimate_keeps_random_state():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    activations(config_of("Llama", {}), train_options(), DATA, WIDE)
+    estimate_of(config_of("Llama", {}), train_options(), WIDE)
     assert torch.equal(torch.rand(3), expected)

@@ -13,12 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 import toys
+from crosshead.evals.cost.counting import on_meta
 from crosshead.recipes.estimate.memory import COPIES, FSDP, ONE_GPU, ZERO3, Sharding, Teacher, memory
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.callbacks import StopOnSignal
+from crosshead.recipes.trainer.parameters import set_trainable
 from tiers import first
 
 LORA = ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
@@ -30,6 +32,10 @@ def small_recipe(folder, changes=(), **train_changes):
     recipe = toy(load_recipe("small/smollm2_explicit", changes), folder)
     options = replace(recipe.train, tokens=recipe.train.batch_tokens, warmup=0.0, **train_changes)
     return replace(recipe, train=options, distillation=None)
+
+
+def memory_of(recipe, config, sharding=ONE_GPU, teacher=None):
+    return memory(recipe, config, set_trainable(on_meta(config), recipe.train), sharding, teacher)
 
 
 def byte_size(tensors):
@@ -49,7 +55,7 @@ def test_weights_gradients_and_moments_equal_a_real_run(trainable, tmp_path, mon
     monkeypatch.setattr(StopOnSignal, "on_optimizer_step", measure)
     recipe = small_recipe(tmp_path, TRAINABLE[trainable])
     train(recipe)
-    estimate = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)
+    estimate = memory_of(recipe, model_config(recipe.model.config), ONE_GPU)
     assert {"weights": estimate.weights, "gradients": estimate.gradients, "moments": estimate.moments} == measured
 
 
@@ -70,7 +76,7 @@ def test_sharded_weights_equal_fsdp2_shards(mesh_of_eight, tmp_path):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh_of_eight)
     fully_shard(model, mesh=mesh_of_eight)
-    estimate = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
+    estimate = memory_of(recipe, config, Sharding("fsdp2", FSDP, 8))
     assert estimate.weights == estimate.gradients == byte_size(part.to_local() for part in model.parameters())
     assert estimate.moments == 2 * estimate.weights and estimate.gradient_buckets == 0
 
@@ -127,9 +133,9 @@ def test_gradient_buckets_are_counted_only_for_data_parallel(tmp_path):
     recipe = small_recipe(tmp_path, micro_batch=1, dtype="bfloat16")
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
-    assert memory(recipe, config, Sharding("fsdp2", FSDP, 2), None).gradient_buckets == 0
-    assert memory(recipe, config, Sharding("copies", COPIES, 2), None).gradient_buckets == 4 * numbers
-    assert memory(recipe, config, ONE_GPU, None).gradient_buckets == 0
+    assert memory_of(recipe, config, Sharding("fsdp2", FSDP, 2)).gradient_buckets == 0
+    assert memory_of(recipe, config, Sharding("copies", COPIES, 2)).gradient_buckets == 4 * numbers
+    assert memory_of(recipe, config, ONE_GPU).gradient_buckets == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -137,7 +143,7 @@ def test_deepspeed_zero3_takes_sixteen_bytes_per_parameter(tmp_path, dtype):
     recipe = small_recipe(tmp_path, micro_batch=1, dtype=dtype)
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
-    estimate = memory(recipe, config, Sharding("zero3", ZERO3, 4), None)
+    estimate = memory_of(recipe, config, Sharding("zero3", ZERO3, 4))
     assert estimate.weights + estimate.gradients + estimate.moments == 16 * -(-numbers // 4)
 
 
@@ -159,27 +165,27 @@ def test_activations_and_working_copies_equal_saved_tensors_in_bfloat16(tmp_path
     tokens = torch.zeros(recipe.train.micro_batch, recipe.data.length, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=tokens, use_cache=False)
-    estimate = memory(recipe, config, ONE_GPU, None)
+    estimate = memory_of(recipe, config, ONE_GPU)
     real = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     assert estimate.activations + estimate.working_copies == pytest.approx(real, rel=0.01)
     assert estimate.working_copies > 0.05 * real
-    assert memory(small_recipe(tmp_path), config, ONE_GPU, None).working_copies == 0
+    assert memory_of(small_recipe(tmp_path), config, ONE_GPU).working_copies == 0
 
 
 def test_memory_of_logits_and_teacher(tmp_path):
     recipe = small_recipe(tmp_path)
     config = model_config(recipe.model.config)
     numbers = recipe.train.micro_batch * recipe.data.length * config.vocab_size
-    alone = memory(recipe, config, ONE_GPU, None)
+    alone = memory_of(recipe, config, ONE_GPU)
     assert (alone.logits, alone.teacher) == (8 * numbers, 0)
-    assert memory(small_recipe(tmp_path, dtype="bfloat16"), config, ONE_GPU, None).logits == 10 * numbers
+    assert memory_of(small_recipe(tmp_path, dtype="bfloat16"), config, ONE_GPU).logits == 10 * numbers
     taught = toy(load_recipe("small/smollm2_mixture"), tmp_path)
-    estimate = memory(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
+    estimate = memory_of(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
     assert (estimate.logits, estimate.teacher) == ((8 + 4 + 2 * 2) * numbers, 2000)
 
 
 def test_activation_checkpointing_reduces_memory(tmp_path):
     config = model_config(small_recipe(tmp_path).model.config)
-    again = memory(small_recipe(tmp_path, checkpoint_activations=True), config, ONE_GPU, None)
-    assert again.activations < memory(small_recipe(tmp_path), config, ONE_GPU, None).activations
+    again = memory_of(small_recipe(tmp_path, checkpoint_activations=True), config, ONE_GPU)
+    assert again.activations < memory_of(small_recipe(tmp_path), config, ONE_GPU).activations
     assert sum(value for key, value in again.as_dict().items() if key != "total") == again.as_dict()["total"]
