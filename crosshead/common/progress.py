@@ -17,12 +17,20 @@ class Progress(Protocol):
 class Counter:
     """Counts the finished units of a stage and shows the progress."""
 
-    def __init__(self, progress: Progress, stage: str, total: int) -> None:
+    def __init__(self, progress: Progress, stage: str, total: int | None) -> None:
         self._progress, self._stage, self._total, self._done = progress, stage, total, 0
 
     def add(self, units: int, message: str = "") -> None:
         """Add finished units, and show the progress with a message."""
+        self.count(units)
+        self.show(message)
+
+    def count(self, units: int) -> None:
+        """Add finished units."""
         self._done += units
+
+    def show(self, message: str = "") -> None:
+        """Show the progress with a message."""
         self._progress(self._stage, self._done, self._total, message)
 
 

@@ -15,7 +15,7 @@ Files are not synced: after a power failure, a file may be too short, and the fo
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -27,18 +27,16 @@ import numpy as np
 
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
+from crosshead.common.progress import Counter, Progress, silent
 
 from ..schema.sections import DataSource
 from .readers import documents, source_fingerprint, total_size
-from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
+from .tokenising import PARTS, PartRecord, TokenEncoder, Tokens, write_tokens
 
 FORMAT = 3
 """Version of the cache format; increment it when unchanged settings produce different files."""
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
-
-OnTokens = Callable[[int, int | None], object]
-"""Progress callback with the tokenised amount and, if known, the total: bytes, or documents of a Hub dataset."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +73,12 @@ def open_cache(
     encoder: TokenEncoder,
     held_out: float,
     root: Path,
-    progress: OnTokens = lambda done, total: None,
+    progress: Progress = silent,
 ) -> TokenCache:
-    """Open the cached tokens of a source in the cache folder `root`; tokenise the source first if necessary."""
+    """Open the cached tokens of a source in the cache folder `root`; tokenise the source first if necessary.
+
+    The progress counts the bytes that were read or, for a Hub dataset, the documents.
+    """
     try:
         key = {"format": FORMAT, "source": source_fingerprint(source), "encoder": encoder.fingerprint()}
         key |= {"held_out": held_out}
@@ -116,24 +117,14 @@ def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
 
 
 def _build(
-    folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: OnTokens
+    folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: Progress
 ) -> TokenCache:
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     partial.mkdir()
-    done, total = [0], total_size(source)
-
-    def advance(count: int) -> None:
-        done[0] += count
-
-    def report() -> None:
-        progress(done[0], total)
-
+    counter = Counter(progress, source.path, total_size(source))
     try:
-        try:
-            texts = documents(source, encoder.tokenizer, advance)
-            parts = write_tokens(texts, encoder, held_out, source.max_tokens, partial, report)
-        except LongDocumentError as error:
-            raise RecipeError(f"{source.path}: {error}") from None
+        texts = documents(source, encoder.tokenizer, counter.count)
+        parts = write_tokens(texts, source, encoder, held_out, partial, counter.show)
         if not any(part.documents for part in parts.values()):
             raise RecipeError(f"the {source.kind} source {source.path} is empty: it has no text")
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}

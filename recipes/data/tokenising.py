@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from crosshead.common.errors import RecipeError
 
+from ..schema.sections import DataSource
 from .readers import Document
 
 PIECE = 1 << 18
@@ -75,10 +76,6 @@ def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-class LongDocumentError(RecipeError):
-    """A single document is longer than `max_tokens`."""
 
 
 class TokenEncoder:
@@ -162,17 +159,18 @@ class PartWriter:
 
 def write_tokens(
     documents: Iterable[Document],
+    source: DataSource,
     encoder: TokenEncoder,
     held_out: float,
-    limit: int | None,
     folder: Path,
     report: Callable[[], None],
 ) -> dict[str, PartRecord]:
     """Tokenise documents, and write both parts of a cache into a folder; call `report` after each batch.
 
-    Reading stops after the document that reaches `limit` tokens. A single document with more tokens than that raises
-    `LongDocumentError`.
+    Reading stops after the document that reaches `source.max_tokens`. A single document with more tokens than that
+    raises `RecipeError`.
     """
+    limit = source.max_tokens
     with ExitStack() as stack:
         parts = {name: PartWriter(folder, name, encoder.separator, stack) for name in PARTS}
         for piece, tokens in _encoded(documents, encoder, report):
@@ -182,9 +180,9 @@ def write_tokens(
             part.write(tokens)
             if limit is not None and part.tokens + (not part.ends_with_separator()) - before > limit:
                 quote = " ".join(beginning[:BEGINNING].split())
-                raise LongDocumentError(
-                    f"the document that begins {quote!r} is longer than max_tokens={limit}, and documents are never "
-                    "cut: raise it, or divide the document"
+                raise RecipeError(
+                    f"{source.path}: the document that begins {quote!r} is longer than max_tokens={limit}, and "
+                    "documents are never cut: raise it, or divide the document"
                 )
             if piece.last:
                 part.end_document()

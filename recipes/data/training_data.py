@@ -11,7 +11,6 @@ transformers detects packed documents by their `position_ids`, and only without 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: P
     root = Path(checked_home(options.cache))
 
     def cached(source: DataSource, held_out: float) -> TokenCache:
-        return open_cache(source, encoder, held_out, root, partial(progress, source.path))
+        return open_cache(source, encoder, held_out, root, progress)
 
     def windows(cache: TokenCache, part: str) -> Windows:
         return Windows(cache.stream(part), options.length, options.separate_documents)

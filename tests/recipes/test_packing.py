@@ -20,7 +20,7 @@ from toys import CASES, mixed_model
 
 def write_token_stream(folder, texts):
     encoder = TokenEncoder(separating_tokenizer(), 61)
-    write_tokens([[text] for text in texts], encoder, 0.0, None, folder, lambda: None)
+    write_tokens([[text] for text in texts], DataSource("texts"), encoder, 0.0, folder, lambda: None)
     return TokenStream(folder, TRAINING, encoder.dtype)
 
 

@@ -8,6 +8,7 @@ import pytest
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import tokenising
 from crosshead.recipes.data.tokenising import HELD_OUT, TRAINING, TokenEncoder, is_held_out, pieces, write_tokens
+from crosshead.recipes.schema.sections import DataSource
 from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
 
 
@@ -16,8 +17,8 @@ def encoder():
     return TokenEncoder(separating_tokenizer(), 61)
 
 
-def silent():
-    """Ignore progress."""
+def write(encoder, documents, folder, held_out=0.0, limit=None, report=lambda: None):
+    return write_tokens(documents, DataSource("texts", max_tokens=limit), encoder, held_out, folder, report)
 
 
 def read_part(folder, part, dtype=np.uint16):
@@ -37,7 +38,7 @@ def test_written_tokens_equal_documents_for_any_batch_size(encoder, tmp_path, mo
         monkeypatch.setattr(tokenising, "BATCH", size)
         reports = []
         report = partial(reports.append, size)
-        records = write_tokens([[text] for text in texts], encoder, 0.0, None, tmp_path, report)
+        records = write(encoder, [[text] for text in texts], tmp_path, report=report)
         assert read_part(tmp_path, TRAINING) == expected_documents(texts)
         assert read_part(tmp_path, HELD_OUT) == []
         assert records[TRAINING].documents == 100
@@ -47,14 +48,14 @@ def test_written_tokens_equal_documents_for_any_batch_size(encoder, tmp_path, mo
 
 def test_digest_depends_on_document_ends(encoder, tmp_path):
     one, two = [[words(1, SEPARATOR, 2)]], [[words(1)], [words(2)]]
-    records = [write_tokens(documents, encoder, 0.0, None, tmp_path, silent)[TRAINING] for documents in (one, two)]
+    records = [write(encoder, documents, tmp_path)[TRAINING] for documents in (one, two)]
     assert records[0].tokens == records[1].tokens
     assert records[0].digest != records[1].digest
 
 
 def test_empty_documents_are_skipped(encoder, tmp_path):
     documents = [[], [words(1)], [""], ["  ", "\n"], [words(2)]]
-    write_tokens(documents, encoder, 0.0, None, tmp_path, silent)
+    write(encoder, documents, tmp_path)
     assert read_part(tmp_path, TRAINING) == expected_documents([words(1), words(2)])
 
 
@@ -70,7 +71,7 @@ def test_long_document_in_pieces_gives_same_tokens(encoder, tmp_path, monkeypatc
         assert all(piece.text.endswith("\n") for piece in result if not piece.last)
         assert [piece.first for piece in result] == [True] + [piece.last for piece in result[:-1]]
         assert [piece.last for piece in result].count(True) == 2
-        write_tokens([blocks, [words(3)]], encoder, 0.0, None, tmp_path, silent)
+        write(encoder, [blocks, [words(3)]], tmp_path)
         assert read_part(tmp_path, TRAINING) == expected_documents([text, words(3)])
 
 
@@ -82,7 +83,7 @@ def test_line_longer_than_a_piece_is_cut(monkeypatch):
 
 def test_held_out_documents_depend_only_on_their_text(encoder, tmp_path):
     texts = [words(index % 59 + 1, index // 59 + 1) for index in range(2000)]
-    write_tokens([[text] for text in texts], encoder, 0.2, None, tmp_path, silent)
+    write(encoder, [[text] for text in texts], tmp_path, held_out=0.2)
     held_out = [text for text in texts if is_held_out(text, 0.2)]
     assert read_part(tmp_path, HELD_OUT) == expected_documents(held_out)
     assert read_part(tmp_path, TRAINING) == expected_documents([text for text in texts if text not in set(held_out)])
@@ -95,7 +96,7 @@ def test_held_out_documents_depend_only_on_their_text(encoder, tmp_path):
 def test_long_document_is_wholly_in_training_or_held_out(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = ["\n".join([words(start)] * 40) for start in range(1, 59)]
-    write_tokens([[text] for text in texts], encoder, 0.5, None, tmp_path, silent)
+    write(encoder, [[text] for text in texts], tmp_path, held_out=0.5)
     sides = [read_part(tmp_path, part) for part in (TRAINING, HELD_OUT)]
     assert all(len(side) > 10 for side in sides)
     assert sorted(sides[0] + sides[1]) == expected_documents(texts)
@@ -112,7 +113,7 @@ def test_reading_stops_at_max_tokens(encoder, tmp_path, monkeypatch):
             yield [words(number, number)]
 
     for limit, count in ((6, 2), (7, 3)):
-        write_tokens(documents(), encoder, 0.0, limit, tmp_path, silent)
+        write(encoder, documents(), tmp_path, limit=limit)
         assert read_part(tmp_path, TRAINING) == expected_documents(
             [words(number, number) for number in range(1, count + 1)]
         )
@@ -123,29 +124,29 @@ def test_document_that_reaches_max_tokens_is_kept_whole(encoder, tmp_path, monke
     """The last document is read in several pieces here."""
     monkeypatch.setattr(tokenising, "PIECE", 20)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
-    write_tokens([[text] for text in texts], encoder, 0.0, 31, tmp_path, silent)
+    write(encoder, [[text] for text in texts], tmp_path, limit=31)
     assert read_part(tmp_path, TRAINING) == expected_documents(texts[:2])
 
 
 def test_document_that_ends_with_the_separator_may_have_max_tokens(encoder, tmp_path):
     text = f"{words(1, 2)} w{SEPARATOR}"
-    write_tokens([[text]], encoder, 0.0, 3, tmp_path, silent)
+    write(encoder, [[text]], tmp_path, limit=3)
     assert read_part(tmp_path, TRAINING) == [[1, 2, SEPARATOR]]
     with pytest.raises(RecipeError, match="max_tokens=2"):
-        write_tokens([[text]], encoder, 0.0, 2, tmp_path, silent)
+        write(encoder, [[text]], tmp_path, limit=2)
 
 
 @pytest.mark.parametrize("size", [20, 10_000])
 def test_document_longer_than_max_tokens_is_refused(size, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE", size)
     texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
-    with pytest.raises(RecipeError, match=r"'w1 w2 w3 .*max_tokens=30"):
-        write_tokens([[text] for text in texts], encoder, 0.0, 30, tmp_path, silent)
+    with pytest.raises(RecipeError, match=r"^texts: .*'w1 w2 w3 .*max_tokens=30"):
+        write(encoder, [[text] for text in texts], tmp_path, limit=30)
 
 
 def test_token_dtype_is_uint32_for_large_vocabulary(tmp_path):
     encoder = TokenEncoder(separating_tokenizer(70_000), 70_000)
-    write_tokens([[words(5, 69_999)]], encoder, 0.0, None, tmp_path, silent)
+    write(encoder, [[words(5, 69_999)]], tmp_path)
     assert read_part(tmp_path, TRAINING, np.uint32) == [[5, 69_999, SEPARATOR]]
     assert TokenEncoder(separating_tokenizer(), 1 << 16).dtype == np.uint16
 
