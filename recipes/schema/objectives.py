@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from crosshead.common.errors import RecipeError
 
-from .sections import DataSource, Flag, Fraction, NotNegative, Section, Share
+from .sections import DataSource, Flag, Fraction, NotNegative, Section, Share, TrainOptions
 
 TOKENS, SAMPLES = "tokens", "samples"
 """Units in which an objective counts the training length and the batch size, see `ObjectiveOptions.unit`."""
@@ -27,12 +27,8 @@ class ObjectiveOptions(Section):
     `samples` and `batch_samples`."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "jsonl", "parquet", "hub")
     """Values of `DataSource.kind` that the objective can train on."""
-    loader: ClassVar[str] = ""
-
-    @property
-    def auto_class(self) -> str:
-        """Name of the transformers Auto class that loads the model; empty for a diffusers model."""
-        return self.loader
+    auto_class: ClassVar[str] = ""
+    """Name of the transformers Auto class that loads the model; empty for a diffusers model."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class NextToken(ObjectiveOptions):
     """A decoder predicts the next token."""
 
     name: Literal["next_token"] = "next_token"
-    loader: ClassVar[str] = "AutoModelForCausalLM"
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class MaskedTokens(ObjectiveOptions):
     """order: each sequence consists of two consecutive segments, which are swapped in half of the sequences."""
 
     @property
-    def auto_class(self) -> str:
+    def auto_class(self) -> str:  # type: ignore[override]  # it depends on a field
         """Auto class of encoders with a language-modeling head, or with a second head for the segment order."""
         return "AutoModelForPreTraining" if self.segments == "order" else "AutoModelForMaskedLM"
 
@@ -64,7 +60,7 @@ class Spans(ObjectiveOptions):
     """An encoder-decoder predicts spans that were cut out of a text (span corruption, as T5)."""
 
     name: Literal["spans"] = "spans"
-    loader: ClassVar[str] = "AutoModelForSeq2SeqLM"
+    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     share: Part = 0.15
     """Fraction of the text's tokens that are cut out."""
     mean_length: Annotated[float, Field(ge=1)] = 3.0
@@ -76,7 +72,7 @@ class Classes(ObjectiveOptions):
     """A vision transformer predicts the class of an image."""
 
     name: Literal["classes"] = "classes"
-    loader: ClassVar[str] = "AutoModelForImageClassification"
+    auto_class: ClassVar[str] = "AutoModelForImageClassification"
     unit: ClassVar[str] = SAMPLES
     kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
     label_smoothing: Fraction = 0.0
@@ -120,11 +116,7 @@ class Noise(ObjectiveOptions):
 
 
 OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
-    "next_token": NextToken,
-    "masked_tokens": MaskedTokens,
-    "spans": Spans,
-    "classes": Classes,
-    "noise": Noise,
+    kind.name: kind for kind in (NextToken, MaskedTokens, Spans, Classes, Noise)
 }
 """Value of `name` -> options class."""
 NEXT_TOKEN = NextToken()
@@ -140,12 +132,10 @@ AnyObjective = Annotated[
 ]
 
 
-def check_unit(objective: ObjectiveOptions, amounts: dict[str, int | None]) -> None:
-    """Raise `RecipeError` unless `train` gives its length and batch size in the objective's unit, and only in it.
-
-    `amounts` has the keys `tokens`, `batch_tokens`, `samples` and `batch_samples` of `train`.
-    """
-    for key, value in amounts.items():
+def check_unit(objective: ObjectiveOptions, train: TrainOptions) -> None:
+    """Raise `RecipeError` unless `train` gives its length and batch size in the objective's unit, and only in it."""
+    for key in ("tokens", "batch_tokens", "samples", "batch_samples"):
+        value = getattr(train, key)
         counted = key.removeprefix("batch_") == objective.unit
         if counted and value is None:
             raise RecipeError(f"train lacks the key {key!r}: the objective {objective.name} counts {objective.unit}")

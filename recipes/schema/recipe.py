@@ -63,8 +63,7 @@ class Recipe(sections.Section):
     def _check_objective(self) -> None:
         """Raise `RecipeError` if another section does not fit the objective."""
         name, train = self.objective.name, self.train
-        amounts = ("tokens", "batch_tokens", "samples", "batch_samples")
-        check_unit(self.objective, {key: getattr(train, key) for key in amounts})
+        check_unit(self.objective, train)
         check_sources(self.objective, self.data.sources + self.data.evaluation)
         check_pairs(self.objective, train.micro_batch)
         check_classifier(self.objective, self.model.path)
