@@ -59,13 +59,10 @@ def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
-    except OSError as error:
-        raise RecipeError(f"--toy={folder} cannot be read: {error.strerror}") from None
-    try:
         return toy(recipe, folder)
     except Exception as error:  # on a full disk, safetensors and tokenizers raise their own exception types
         if isinstance(error, OSError) or SYSTEM_ERROR in str(error):
-            raise RecipeError(f"--toy={folder} cannot be written: {one_line(error)}") from error
+            raise RecipeError(f"--toy={folder} cannot be read or written: {one_line(error)}") from error
         raise
 
 
@@ -110,6 +107,8 @@ def toy_config(
 ) -> dict[str, Any]:
     """Return a small model configuration: same heads, mechanisms in the same fraction of layers, small sizes."""
     large = model_config(content, objective)
+    if hasattr(large, "depths"):
+        return _toy_staged_config(content, large)
     count = min(TOY_LAYERS, large.num_hidden_layers)
     sizes = {
         "vocab_size": vocabulary,
@@ -122,7 +121,7 @@ def toy_config(
         "num_decoder_layers": count,
     }
     if objective.auto_class == CLASSIFIERS:
-        return _toy_image_config(content, large)
+        sizes |= {CLASS_COUNT: CLASSES, "image_size": 4 * large.patch_size}
     known, fields = known_keys(type(large)), type(large).attribute_map
     sizes = {fields.get(name, name): size for name, size in sizes.items() if fields.get(name, name) in known}
     if "num_experts" in content:
@@ -133,24 +132,21 @@ def toy_config(
     if content.get("layer_types"):
         sizes["layer_types"] = [large.layer_types[index * large.num_hidden_layers // count] for index in range(count)]
     ids = {key: value for key, value in content.items() if key.endswith("_token_id") and isinstance(value, int)}
-    kept = {key: value for key, value in content.items() if ids.get(key, 0) < vocabulary}
+    kept = {key: value for key, value in content.items() if key not in ids or value < vocabulary}
     return kept | sizes | {"mixers": _toy_mixers(large, count)}
 
 
-def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
-    """Return the small configuration of a vision transformer; a model with stages keeps the first layer of each."""
-    sizes: dict[str, Any] = {CLASS_COUNT: CLASSES}
-    if hasattr(large, "depths"):
-        indices = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
-        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(indices)}
-        sizes |= {"image_size": 64}
-    else:
-        count = min(TOY_LAYERS, large.num_hidden_layers)
-        indices = [index * large.num_hidden_layers // count for index in range(count)]
-        sizes |= {"hidden_size": 4 * large.num_attention_heads, "intermediate_size": 64, "num_hidden_layers": count}
-        sizes |= {"image_size": 4 * large.patch_size}
+def _toy_staged_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
+    """Return the small configuration of a vision transformer with stages: the first layer of each stage."""
+    first_layers = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
+    sizes = {
+        CLASS_COUNT: CLASSES,
+        "hidden_sizes": [4 * heads for heads in large.num_attention_heads],
+        "depths": [1] * len(large.depths),
+        "image_size": 64,
+    }
     sizes = {name: size for name, size in sizes.items() if name in known_keys(type(large))}
-    mixers = {name: _toy_options(name, options, indices) for name, options in large.mixers.items()}
+    mixers = {name: _toy_options(name, options, first_layers) for name, options in large.mixers.items()}
     return dict(content) | sizes | {"mixers": mixers}
 
 
