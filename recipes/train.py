@@ -17,7 +17,6 @@ from crosshead.common.model_location import split_revision
 from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 
-from .data.readers import checked_home
 from .data.training_data import TrainingData
 from .schema.recipe import Recipe
 from .trainer import checkpoints
@@ -34,10 +33,12 @@ from .trainer.training_arguments import training_arguments
 logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
-ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
-"""Absolute path at the start of a word or after `=`; group 1 is its last component."""
-QUOTED = re.compile(r"(['\"])/(?:[^'\"]*/)?([^'\"/]+)/?\1")
-"""Absolute path in quotes, which may contain spaces; group 2 is its last component."""
+WORD = re.compile(r"""(?:'[^']*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$)|\\.|\S)+""", re.DOTALL)
+"""A word of a command in a shell, in which quoted or escaped spaces are allowed."""
+URL = r"\b(?!file:)[\w+.-]+://\w[^\s,;'\"()]*"
+"""A URL with a host, which is published as it is."""
+FOLDERS = re.compile(rf"({URL})|(?<![^\s=,:;@('\"<>|&{{\[`])(?:~[\w.-]*)?/(?:.*/)?([^/'\")]+)/?", re.DOTALL)
+"""A URL (group 1), or an absolute path or several of them, whose last component is group 2."""
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
 """Files of the result that may contain access tokens, which are removed."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
@@ -187,19 +188,19 @@ def published_recipe(recipe: Recipe) -> dict[str, Any]:
     """
     content = asdict(recipe)
     for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
-        if source["kind"] == "hub" and (folder := Path(checked_home(source["path"]))).is_dir():
+        if source["kind"] == "hub" and (folder := Path(source["path"])).is_dir():
             source["path"] = f"./{folder.name}"
     return without_folders(content)
 
 
-def without_folders(value: Any) -> Any:
+def without_folders(value: Any, is_command: bool = False) -> Any:
     """Replace absolute paths, also within commands, by their last component; recurses into dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: without_folders(part) for key, part in value.items()}
+        return {key: without_folders(part, key == "convert") for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [without_folders(part) for part in value]
     if not isinstance(value, str):
         return value
-    if value.startswith("/"):  # a path, which may contain spaces
-        return value.rstrip("/").rpartition("/")[2]
-    return ABSOLUTE.sub(r"\1", QUOTED.sub(r"\1\2\1", value))
+    if is_command:
+        return WORD.sub(lambda word: without_folders(word[0]), value)
+    return FOLDERS.sub(lambda match: match[1] or match[2], value)

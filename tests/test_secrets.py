@@ -8,7 +8,8 @@ import pytest
 import crosshead
 from command_chain import FILES, PLANTED, plant
 from crosshead.common.access_tokens import leave_out_tokens
-from crosshead.recipes.train import train, without_folders
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.train import published_recipe, train, without_folders
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import load_model
 from toy_checkpoints import write_stock
@@ -79,7 +80,43 @@ def test_config_is_saved_without_token(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["mixers"] == config.mixers
 
 
-def test_folders_with_spaces_are_left_out_of_published_recipe():
-    convert = "crosshead convert '/data/alice smith/secret/m' out"
-    content = {"output": "/data/alice smith/x/runs/x", "convert": convert}
-    assert without_folders(content) == {"output": "x", "convert": "crosshead convert 'm' out"}
+COMMANDS = {
+    "convert --files a,/data/alice/secret/b": "convert --files a,b",
+    "convert --files=/data/alice/secret/b /data/alice/c/": "convert --files=b c",
+    "/data/alice/bin/crosshead convert /data/alice/m out": "crosshead convert m out",
+    "convert '/data/alice smith/secret/m' out": "convert 'm' out",
+    'convert "/data/alice\'s models/secret/m" out': 'convert "m" out',
+    "convert /data/alice\\ smith/secret/my\\ m out": "convert my\\ m out",
+    "convert '/data/alice smith/secret/m": "convert 'm",
+    "convert file:///data/alice/m model@/data/alice/n calib:/data/alice/o": "convert file:m model@n calib:o",
+    "(convert /data/alice/m) | tee `/data/alice/n` >/data/alice/o": "(convert m) | tee `n` >o",
+    "convert ~/clients/acme/m ~alice/clients/n": "convert m n",
+    "convert https://host/a/b org/model@main books/**/*.md ./a/b ../c/d": None,
+    "convert m \\\n  --mixers '{\"knocking\": {}}' \\\n  out": None,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_published_command_has_no_folders(command):
+    assert without_folders({"convert": command}) == {"convert": COMMANDS[command] or command}
+
+
+def test_published_recipe_has_no_folders():
+    content = {
+        "output": "/data/alice smith/x/runs/x/",
+        "model": {"path": "org/model", "tokenizer": "/data/alice/my tokenizer"},
+        "sources": [{"path": "/data/alice/books/**/*.md"}, {"path": "books/*/a.md"}, {"path": "file:///data/a b/c"}],
+        "seed": 0,
+    }
+    assert without_folders(content) == {
+        "output": "x",
+        "model": {"path": "org/model", "tokenizer": "my tokenizer"},
+        "sources": [{"path": "*.md"}, {"path": "books/*/a.md"}, {"path": "file:c"}],
+        "seed": 0,
+    }
+
+
+def test_folders_below_home_are_left_out_of_published_recipe():
+    changes = ["data.sources=[{path: ~/clients/acme/x}]", "data.cache=~/clients/acme/y"]
+    published = published_recipe(load_recipe(KNOCKING, changes))
+    assert (published["data"]["sources"][0]["path"], published["data"]["cache"]) == ("x", "y")

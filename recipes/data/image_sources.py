@@ -23,7 +23,7 @@ from crosshead.common.images import IMAGE_SUFFIXES, upright
 from crosshead.common.progress import Counter, Progress
 
 from ..schema.sections import DataSource
-from .readers import checked_home, file_states, files_in, missing_column
+from .readers import file_states, files_in, missing_column
 from .token_cache import locked
 
 BLOCK = 1024
@@ -36,7 +36,7 @@ class ClassFolders:
     """Image files in one folder per class, at any depth; the name of the folder is the class name."""
 
     def __init__(self, source: DataSource) -> None:
-        root = Path(checked_home(source.path))
+        root = Path(source.path)
         try:
             folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError as error:
@@ -85,9 +85,8 @@ class DatasetImages:
         except ImportError:
             raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from None
         self._source, self._image = source, image
-        path = checked_home(source.path)
         with reading_hub(source.path, source.split, RecipeError):
-            rows: Any = datasets.load_dataset(path, source.subset, split=source.split, revision=source.revision)
+            rows: Any = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
             for column in (image, label):
                 if column not in rows.column_names:
                     raise missing_column(f"the Hub dataset {source.path}", column, rows.column_names)

@@ -17,7 +17,6 @@ from ..schema.sections import DataOptions, DataSource
 from .augmentation import Augmentation
 from .image_mixing import MIXING
 from .image_sources import ClassFolders, DatasetImages, ImageSource, decoded, digests
-from .readers import checked_home
 from .training_data import Draws, Sample, TrainingData
 
 FOLDERS = "images"
@@ -138,7 +137,7 @@ def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any
 
 def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -> TrainingData:
     """Split the sources into training and held-out images; images that the cache does not know are decoded once."""
-    root = Path(checked_home(options.cache))
+    root = Path(options.cache)
     training, evaluation, content = [], [], []
     for source, data_source in zip(inputs.sources, options.sources, strict=True):
         image_digests = digests(source, data_source.path, root, progress)

@@ -74,7 +74,7 @@ def _check_not_compressed(path: Path) -> None:
 
 def source_files(source: DataSource) -> list[Path]:
     """Return the files of a local source, sorted by name; raise `RecipeError` if there are none."""
-    root = Path(checked_home(source.path))
+    root = Path(source.path)
     if root.is_file():
         return [root]
     if root.is_dir():
@@ -89,14 +89,6 @@ def source_files(source: DataSource) -> list[Path]:
     if not files:
         raise RecipeError(f"the {source.kind} source {source.path} has {advice}")
     return files
-
-
-def checked_home(name: str) -> str:
-    """Replace a leading `~` by the home folder; other paths and Hub ids are returned unchanged."""
-    path = os.path.expanduser(name)
-    if path.startswith("~"):
-        raise RecipeError(f"{name} begins with the home folder of an unknown user: write the whole path")
-    return path
 
 
 def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
@@ -139,9 +131,8 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
     """Return everything that determines the documents of a source, in JSON types, as the cache key."""
     content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
     if source.kind == "hub":
-        path = checked_home(source.path)
-        files = files_in(Path(path), "") if os.path.isdir(path) else []
-        content |= {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
+        files = files_in(Path(source.path), "") if os.path.isdir(source.path) else []
+        content |= {"name": source.path, "subset": source.subset, "split": source.split, "revision": source.revision}
     else:
         files = source_files(source)
     content |= {"files": file_states(files)}
@@ -228,7 +219,7 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
 
 def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
-    rows = hub_rows(checked_home(source.path), source.subset, [source.column], RecipeError, **options)
+    rows = hub_rows(source.path, source.subset, [source.column], RecipeError, **options)
     for number, row in enumerate(rows, 1):
         yield row, f"row {number} of the Hub dataset {source.path}"
         advance(1)

@@ -23,7 +23,6 @@ from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress, silent
 
 from ..schema.sections import DataOptions, DataSource
-from .readers import checked_home
 from .sampling_order import SampleOrder
 from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
@@ -128,7 +127,7 @@ class TrainingData:
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:
     """Open the text sources, and tokenise those that are not cached; `vocabulary` is the model's vocabulary size."""
     encoder = TokenEncoder(tokenizer, vocabulary)
-    root = Path(checked_home(options.cache))
+    root = Path(options.cache)
 
     def cached(source: DataSource, held_out: float) -> TokenCache:
         return open_cache(source, encoder, held_out, root, progress)

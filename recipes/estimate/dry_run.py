@@ -12,7 +12,6 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, on_meta, parameter_counts
 from crosshead.evals.cost.model import model_cost, usual_length
 
-from ..data.readers import checked_home
 from ..schema.model_config import (
     CLASS_COUNT,
     CLASSIFIERS,
@@ -188,7 +187,7 @@ def _config(recipe: Recipe) -> tuple[Any, str]:
 
 def _class_folders(recipe: Recipe) -> set[str]:
     """Return the class names of the image folders in the recipe; empty if the folders are not on this machine."""
-    folders = [Path(checked_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
+    folders = [Path(source.path) for source in recipe.data.sources if source.kind == "images"]
     paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
     return {path.name for path in paths if path.is_dir() and not path.name.startswith(".")}
 

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from crosshead.common.errors import RecipeError
 
-from .sections import DataSource, Flag, Fraction, NotNegative, Section, Share, TrainOptions
+from .field_types import Flag, Fraction, NotNegative, Share
+from .sections import DataSource, Section, TrainOptions
 
 TOKENS, SAMPLES = "tokens", "samples"
 """Units in which an objective counts the training length and the batch size, see `ObjectiveOptions.unit`."""

@@ -11,6 +11,7 @@ from crosshead.common.errors import RecipeError
 
 from ..data.sampling_order import SourceOrder
 from . import sections
+from .field_types import PathOrId
 from .model_config import check_expert_bias, model_config
 from .objectives import (
     NEXT_TOKEN,
@@ -28,7 +29,7 @@ from .objectives import (
 class Recipe(sections.Section):
     """A whole training run."""
 
-    output: sections.PathOrId
+    output: PathOrId
     """Folder for checkpoints, metrics and the final model."""
     model: sections.ModelOptions
     data: sections.DataOptions

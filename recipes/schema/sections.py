@@ -5,26 +5,15 @@ messages begin with the name of a field.
 """
 
 from dataclasses import dataclass, field, fields
-from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.model_location import is_hub_id
-from crosshead.common.yaml_text import NULL, typed
+from crosshead.common.yaml_text import NULL
 
-_INTEGER: Any = {"type": ["integer", "string"], "pattern": "^[0-9][0-9_]*$"}
-"""JSON schema of a count: editors parse 65_536 as a string."""
-Count = Annotated[int, Field(ge=1, le=2**63 - 1, json_schema_extra=_INTEGER)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Decay = Annotated[float, Field(gt=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Flag = Annotated[bool, BeforeValidator(typed), Strict()]
-PathOrId = Annotated[str, AfterValidator(expanduser)]
-Json = Annotated[dict[str, Any], BeforeValidator(typed)]
+from .field_types import Count, DataPath, Decay, Flag, Fraction, Json, NotNegative, PathOrId, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ UNUSED_OPTIONS = {
 class DataSource(Section):
     """A source of documents or images."""
 
-    path: str
+    path: DataPath
     """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`. Kind hub: the
     id of a Hub dataset, or a folder with a copy. Kind images: a folder with one folder of images per class."""
     kind: Literal["text", "jsonl", "parquet", "hub", "images"] = "text"
@@ -112,7 +101,7 @@ class DataOptions(Section):
     """
     evaluation: tuple[DataSource, ...] = ()
     """Additional sources, used entirely for evaluation."""
-    cache: str = "~/.cache/crosshead/tokens"
+    cache: DataPath = "~/.cache/crosshead/tokens"
     """Cache folder of tokenised sources, which later runs reuse."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Data loader workers of each training process; image augmentation needs several per GPU."""

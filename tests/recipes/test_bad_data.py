@@ -106,7 +106,6 @@ TEXT = {
         options={"max_tokens": 39},
     ),
     "compressed": Case("gzip", file(gzip.compress(GOOD.encode()))),
-    "the home folder of nobody": Case("~nosuchuser", lambda path: None, path="~nosuchuser/x"),
     "Parquet as text": Case("UTF-8", rows(GOOD)),
 }
 JSON_LINES = {
@@ -158,7 +157,6 @@ HUB = {
                                       options={"streaming": True}),
     "a dataset of nothing": Case("empty", files(train__csv="text\n"), "hub"),
     "a stream of nothing": Case("empty", files(train__csv="text\n"), "hub", options={"streaming": True}),
-    "a dataset at nobody's home": Case("~nosuchuser", lambda path: None, "hub", path="~nosuchuser/x"),
 }  # fmt: skip
 CASES = TEXT | JSON_LINES | PARQUET | HUB
 
@@ -245,9 +243,3 @@ def test_source_weights_without_common_period_are_refused(tmp_path):
     data = open_data(DataOptions(sources, length=8, cache=str(tmp_path / "cache")), separating_tokenizer(), 61)
     with pytest.raises(RecipeError, match=r"\[0\.30000000000000004, 1\.0\]"):
         data.samples(10, seed=0)
-
-
-def test_cache_in_home_of_unknown_user_is_refused(tmp_path):
-    sources = (DataSource(str(write_jsonl(tmp_path / "a.jsonl", [GOOD])), "jsonl"),)
-    with pytest.raises(RecipeError, match="~nosuchuser/tokens"):
-        open_data(DataOptions(sources, cache="~nosuchuser/tokens"), separating_tokenizer(), 61)

@@ -70,16 +70,6 @@ def test_datasets_log_settings_are_restored_after_reading(tmp_path, monkeypatch)
     assert (datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()) == before
 
 
-def test_dataset_path_expands_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "copy").mkdir()
-    write_jsonl(tmp_path / "copy" / "train.jsonl", ["w1", "w2"])
-    for streaming in (False, True):
-        source = DataSource("~/copy", "hub", streaming=streaming)
-        assert ["".join(document) for document in documents(source, None, lambda count: None)] == ["w1", "w2"]
-
-
 def test_hub_url_in_error_has_no_signature(monkeypatch, tmp_path):
     def refuse(*names, **options):
         raise OSError("403 Forbidden for url https://cdn.example.org/file?Signature=secret&Key=1 (id\n 7)")

@@ -224,14 +224,16 @@ def test_override_changes_only_one_use_of_a_yaml_anchor(tmp_path):
 
 def test_leading_tilde_expands_to_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/users/somebody")
-    recipe = load_recipe(
-        write_recipe(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"]
-    )
-    assert (recipe.model.path, recipe.output, recipe.data.cache) == (
-        "/users/somebody/a",
-        "/users/somebody/runs",
-        "b/~/c",
-    )
+    path = write_recipe(tmp_path, "model: {path: ~/a}", DATA, TRAIN)
+    recipe = load_recipe(path, ["output=~/runs", "data.sources.0.path=~/texts"])
+    paths = (recipe.model.path, recipe.output, recipe.data.sources[0].path, recipe.data.cache)
+    expected = ("a", "runs", "texts", ".cache/crosshead/tokens")
+    assert paths == tuple(f"/users/somebody/{name}" for name in expected)
+    assert load_recipe(path, ["data.cache=b/~/c"]).data.cache == "b/~/c"
+    for key in ("data.cache", "data.sources.0.path"):
+        assert_refused(
+            path, [f"{key}=~nosuchuser/x"], f"{key}='~nosuchuser/x': it begins with the home folder of an unknown user"
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n- b", b"\xff\xfe\x00", b"just text", None])
