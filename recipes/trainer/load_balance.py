@@ -33,9 +33,11 @@ class HeadRouting:
         """Indices of the layers whose router selects heads."""
         self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
         """Weight of the balance loss."""
+        modules = config.attention_modules() if hasattr(config, "attention_modules") else []
+        of_encoder = [layer for layer, (part, _) in enumerate(modules) if part == "encoder"]
         stacks: dict[bool, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            stacks.setdefault(is_of_encoder(config, layer), []).append(index)
+            stacks.setdefault(layer in of_encoder, []).append(index)
         self._stacks = list(stacks.values())  # positions in `layers`: the loss is the mean over encoder and decoder
 
     @classmethod
@@ -75,12 +77,6 @@ class HeadRouting:
             selected = probabilities.detach().topk(count, dim=-1).indices
             loads.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
         return loads
-
-
-def is_of_encoder(config: Any, layer: int) -> bool:
-    """Whether an attention layer belongs to the encoder of a model that also has a decoder."""
-    modules = getattr(config, "attention_modules", None)
-    return bool(modules is not None and modules()[layer][0] == "encoder")
 
 
 def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:

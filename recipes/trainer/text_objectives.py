@@ -21,11 +21,6 @@ ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
 """Output of the segment-order head in ALBERT and in BERT."""
 
 
-def decoder_start(config: Any) -> int | None:
-    """Return the id of the decoder's start token, or None."""
-    return getattr(config, "decoder_start_token_id", None)
-
-
 def check_context(recipe: Recipe, config: Any) -> None:
     """Raise `RecipeError` if a window is longer than the model's context."""
     length, context = recipe.data.length, getattr(config, "max_position_embeddings", None)
@@ -109,7 +104,7 @@ class CorruptionObjective(TextObjective):
         """Set the ids of the special tokens; a decoder starts with the padding token by default, as in T5."""
         super().complete_config(config, processor)
         config.pad_token_id = processor.pad_token_id
-        if config.is_encoder_decoder and decoder_start(config) is None:
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = processor.pad_token_id
 
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
@@ -148,7 +143,9 @@ class Spans(CorruptionObjective):
 
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
         """Return the span corruption."""
-        start = tokenizer.pad_token_id if decoder_start(config) is None else decoder_start(config)
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is None:
+            start = tokenizer.pad_token_id
         if start is None:
             raise RecipeError(
                 "the model has no decoder_start_token_id, nor its tokenizer a pad_token: set one of them"
