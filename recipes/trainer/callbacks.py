@@ -52,7 +52,8 @@ class StopOnSignal(TrainerCallback):
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: installed by C code, and Python cannot install it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save a checkpoint and stop if any process received a signal."""
@@ -82,12 +83,13 @@ def _maximum(number: int, args: Any) -> int:
 
 
 class ReportProgress(TrainerCallback):
-    """Reports progress at each step, with the last logged loss and the mean speed since the start."""
+    """Reports progress at each step, with the last logged loss and the mean speed, without the evaluations."""
 
     def __init__(self, progress: Progress, per_step: int, unit: str = "tokens") -> None:
         self._progress, self._per_step, self._unit = progress, per_step, unit
         self._message = ""
         self._start: tuple[float, int] | None = None
+        self._reported = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the start time at the first step of this process."""
@@ -96,6 +98,9 @@ class ReportProgress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Update and report the message with a new training or held-out loss."""
+        if self._start is not None and logs and "eval_loss" in logs:  # an evaluation began after the last report
+            start, first = self._start
+            self._start = start + time.perf_counter() - self._reported, first
         start, first = self._start or (0.0, 0)
         for name, label in (("loss", "loss"), ("eval_loss", "held-out loss")):
             if logs and name in logs:
@@ -105,6 +110,7 @@ class ReportProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report that a step is done, in the main process."""
+        self._reported = time.perf_counter()
         if state.is_world_process_zero:
             self._progress("training", state.global_step, state.max_steps, self._message)
 

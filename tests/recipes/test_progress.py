@@ -22,6 +22,7 @@ def test_progress_reports_steps_loss_and_speed(monkeypatch):
     reporter.on_step_end(None, state, None)
     state.global_step, clock[0] = 10, 102.0
     reporter.on_log(None, state, None, {"loss": 3.14159, "grad_norm": 1.0})
+    clock[0] = 150.0  # an evaluation does not count
     reporter.on_log(None, state, None, {"eval_loss": 3.5})
     reporter.on_log(None, state, None, {"train_runtime": 2.0})
     assert reports == [
@@ -29,6 +30,9 @@ def test_progress_reports_steps_loss_and_speed(monkeypatch):
         ("training", 10, 20, "loss 3.1416, 2,000 tokens/s"),
         ("training", 10, 20, "held-out loss 3.5000, 2,000 tokens/s"),
     ]
+    state.global_step, clock[0] = 16, 153.0
+    reporter.on_log(None, state, None, {"loss": 3.0})
+    assert reports.pop() == ("training", 16, 20, "loss 3.0000, 2,000 tokens/s")
     state.is_world_process_zero = False
     reporter.on_step_end(None, state, None)
     assert len(reports) == 3

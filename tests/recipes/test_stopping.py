@@ -136,6 +136,18 @@ def test_repeated_signal_restores_previous_handler(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_handler_of_c_code_becomes_the_default():
+    """Python reports such a handler as None, which it cannot install."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        request = StopOnSignal()
+        request._before = {signal.SIGTERM: None}
+        request._restore()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_signal_during_process_sync_stops_at_next_step(monkeypatch):
     request, control = StopOnSignal(), SimpleNamespace(should_training_stop=False)
     state = SimpleNamespace(global_step=1, max_steps=9)
