@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.atomic_write import write_atomically
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import EvalError, RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
 from crosshead.common.images import IMAGE_SUFFIXES, upright
 from crosshead.common.progress import Counter, Progress
@@ -164,10 +164,9 @@ def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> l
                 result = list(_checked(source, Counter(progress, name, len(source.labels))))
                 write_atomically({path: "".join(f"{digest}\n" for digest in result)})
         return result
-    except OSError as error:
-        raise RecipeError(
-            f"{name} cannot be read, or the cache {root} not written: {error.strerror or one_line(error)}"
-        ) from error
+    except (OSError, EvalError) as error:  # `write_atomically` raises `EvalError`
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise RecipeError(f"{name} cannot be read, or the cache {root} not written: {reason}") from error
 
 
 def _checked(source: ImageSource, counter: Counter) -> Iterator[str]:

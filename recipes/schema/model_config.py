@@ -30,12 +30,13 @@ SIZES = (
     *("embedding_size", "type_vocab_size", "num_hidden_groups", "inner_group_num"),
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
     *("hidden_sizes", "depths", "mlp_ratios", "sr_ratios", "patch_size", "num_channels", "num_labels"),
+    *("image_size", "window_size"),
 )
 """Keys that must be integers of at least 1, if present."""
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate")
 """Keys that must be numbers from 0 to 1, if present."""
-STAGED = ("num_attention_heads", "hidden_sizes", "depths", "mlp_ratios", "sr_ratios")
-"""Sizes that may be a list with one number per stage of a hierarchical vision transformer."""
+LISTS = ("num_attention_heads", "hidden_sizes", "depths", "mlp_ratios", "sr_ratios", "image_size")
+"""Sizes that may be a list: one number per stage of a hierarchical vision transformer, or height and width."""
 ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys of `rope_parameters` that must be above 0, if the RoPE type uses them."""
@@ -82,7 +83,7 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
     with named_model_config():
         for key in SIZES:
             value = fields.get(key)
-            for size in value if isinstance(value, list) and key in STAGED else [value]:
+            for size in value if isinstance(value, list) and key in LISTS else [value]:
                 Integer().parse(key, size, 0)
         config = kind(**fields)
         _check(config)

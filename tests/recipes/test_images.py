@@ -17,6 +17,7 @@ from crosshead.recipes.data import image_sources
 from crosshead.recipes.data.augmentation import Augmentation
 from crosshead.recipes.data.images import ProcessImage, find_images, image_processor, read_images
 from crosshead.recipes.data.toy_images import write_toy_images
+from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.objectives import Classes
 from crosshead.recipes.schema.sections import DataOptions, DataSource
 
@@ -258,3 +259,27 @@ def test_empty_training_or_held_out_split_is_refused(options):
 def test_unusable_image_datasets_are_refused(tmp_path, columns, content, words):
     with pytest.raises(RecipeError, match=words):
         open_image_data(write_dataset(tmp_path, **content), columns=columns)
+
+
+def test_full_disk_while_writing_digests_names_source_and_cache(options, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(RecipeError, match=rf"/data .*the cache {options.cache} .*No space left on device"):
+        open_image_data(options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("crosshead_vit", "image_size", 0),
+        ("crosshead_vit", "image_size", [32, -1]),
+        ("crosshead_vit", "image_size", "big"),
+        ("crosshead_transnext", "window_size", -1),
+    ],
+)
+def test_sizes_that_no_image_classifier_can_have_are_refused(model_type, key, value):
+    with pytest.raises(RecipeError, match=rf"^model\.config: {key}="):
+        model_config({"model_type": model_type, key: value}, Classes())
+    assert model_config({"model_type": "crosshead_vit", "image_size": [32, 48]}, Classes()).image_size == [32, 48]
