@@ -18,8 +18,7 @@ TIMES, NOISE, LATENT_NOISE = "timesteps", "noise", "latent_noise"
 class AddNoise:
     """Turns a decoded image into a diffusion sample: its central square, a class, a timestep and noise.
 
-    A dropped label has the index `classes`, one after the last class. All random numbers depend on the sample, not on
-    the step or the process, so that a resumed run or another number of processes gets the same ones.
+    All random numbers depend on the sample alone, so that a resumed run or another number of processes gets the same.
     """
 
     size: int
@@ -27,7 +26,7 @@ class AddNoise:
     shape: tuple[int, int, int]
     """Channels, height and width of the noise."""
     classes: int
-    """Number of classes."""
+    """Number of classes; also the index of a dropped label."""
     times: int
     """Number of diffusion timesteps."""
     has_latents: bool
