@@ -5,15 +5,11 @@ tensors with larger item sizes come first, so that every tensor starts at a mult
 """
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from itertools import accumulate
 from math import prod
 from pathlib import Path
-from threading import Lock
+from typing import BinaryIO
 
 import torch
 
@@ -27,7 +23,6 @@ from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry
 
 Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
 """Entry of a tensor, and a function that yields chunks of whole elements; each is valid until the next one."""
-_THREADS = 2
 
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
@@ -58,74 +53,22 @@ def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
     entries = file_order(entry for entry, _ in items)
     with path.open("wb") as file:
         file.write(shard_header(entries))
-        file.flush()
-        lock, starts = Lock(), accumulate((entry.size for entry in entries), initial=file.tell())
-        streams = (
-            _Stream(file.fileno(), lock, start, entry, iter(producers[entry.name]()))
-            for entry, start in zip(entries, starts, strict=False)
-        )
-        with _thread_pool() as pool:
-            digests = _write_streams(streams, pool)
-    return {entry.name: digests[entry.name] for entry in entries}
+        return {entry.name: _write_tensor(file, entry, producers[entry.name]()) for entry in entries}
 
 
-@contextmanager
-def _thread_pool() -> Iterator[Executor]:
-    """Yield a pool of writer threads with one torch thread each: more threads than cores would be slow."""
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(_THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)
-
-
-class _Stream:
-    """State of one tensor that is being written."""
-
-    def __init__(self, descriptor: int, lock: Lock, start: int, entry: Entry, chunks: Iterator[memoryview]) -> None:
-        self.entry, self.chunks, self._lock = entry, chunks, lock
-        self._descriptor, self._start, self._done, self._crc = descriptor, start, 0, 0
-
-    def write(self, chunk: memoryview) -> None:
-        """Check, hash and write the next chunk, mostly without the GIL."""
-        if self._done + chunk.nbytes > self.entry.size:
-            raise ConversionError(f"tensor {self.entry.name!r} came out as more than its {self.entry.size} bytes")
-        check_finite(self.entry, chunk)
-        self._crc = zlib.crc32(chunk, self._crc)
-        with self._lock:  # the operating system serialises writes to a file, and waiting threads would spin
-            _write_at(self._descriptor, chunk, self._start + self._done)
-        self._done += chunk.nbytes
-
-    def digest(self) -> str:
-        """Return the CRC-32 of the complete tensor."""
-        name, size = self.entry.name, self.entry.size
-        if self._done != size:
-            raise ConversionError(f"tensor {name!r} came out as {self._done} bytes instead of {size}")
-        return f"{self._crc:08x}"
-
-
-def _write_streams(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]:
-    """Write as many tensors at a time as there are threads, in file order; the chunks of a tensor are sequential."""
-    digests: dict[str, str] = {}
-    running: dict[Future[None], _Stream] = {}
-
-    def proceed(stream: _Stream) -> None:
-        chunk = next(stream.chunks, None)
-        if chunk is None:
-            digests[stream.entry.name] = stream.digest()
-        else:
-            running[pool.submit(stream.write, chunk)] = stream
-
-    while True:
-        while len(running) < _THREADS and (stream := next(streams, None)) is not None:
-            proceed(stream)
-        if not running:
-            return digests
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            stream = running.pop(future)
-            future.result()
-            proceed(stream)
+def _write_tensor(file: BinaryIO, entry: Entry, chunks: Iterable[memoryview]) -> str:
+    """Check and write one tensor, and return its CRC-32."""
+    size = crc = 0
+    for chunk in chunks:
+        size += chunk.nbytes
+        if size > entry.size:
+            raise ConversionError(f"tensor {entry.name!r} came out as more than its {entry.size} bytes")
+        check_finite(entry, chunk)
+        crc = zlib.crc32(chunk, crc)
+        file.write(chunk)
+    if size != entry.size:
+        raise ConversionError(f"tensor {entry.name!r} came out as {size} bytes instead of {entry.size}")
+    return f"{crc:08x}"
 
 
 def check_finite(entry: Entry, chunk: memoryview | bytearray) -> None:
@@ -136,12 +79,6 @@ def check_finite(entry: Entry, chunk: memoryview | bytearray) -> None:
         if not extreme.isfinite():
             value = extreme.item()
             raise ConversionError(f"tensor {entry.name!r} contains {value}: repair the checkpoint or use another")
-
-
-def _write_at(descriptor: int, chunk: memoryview, start: int) -> None:
-    while chunk:
-        count = os.pwrite(descriptor, chunk, start)
-        chunk, start = chunk[count:], start + count
 
 
 def digest_of(chunks: Iterable[memoryview]) -> str:

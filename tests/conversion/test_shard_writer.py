@@ -1,6 +1,4 @@
-import time
 from functools import partial
-from threading import Lock
 
 import pytest
 import torch
@@ -112,23 +110,6 @@ def test_wrong_number_of_bytes_is_refused(tmp_path, count, message):
     broken = (Entry("a", "F32", (2,)), partial(tensor_chunks, torch.ones(count)))
     with pytest.raises(ConversionError, match=f"'a'.*{message}"):
         write_shard(tmp_path / WEIGHTS, [broken, *items(TENSORS)])
-
-
-def test_tensors_are_produced_sequentially_in_file_order(tmp_path):
-    begun, busy = [], Lock()
-
-    def produce(name, tensor):
-        begun.append(name)
-        for piece in tensor_chunks(tensor):
-            assert busy.acquire(blocking=False)
-            time.sleep(0.001)
-            busy.release()
-            yield piece
-
-    tensors = {str(name): torch.ones(CHUNK * (name % 3) // 4 + 1) for name in range(12)}
-    produced = [(entry, partial(produce, entry.name, tensors[entry.name])) for entry in entries(tensors)]
-    write_shard(tmp_path / WEIGHTS, produced)
-    assert begun == list(tensors)
 
 
 def test_producer_error_is_raised(tmp_path):
