@@ -60,7 +60,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the stock model family of a GGUF file; `ConversionError` for an unknown architecture."""
     name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConversionError(
             f"{file.paths[0]} has general.architecture={quoted(name)}, which cannot be converted: use one of "
             f"{', '.join(ARCHITECTURES)}"
@@ -85,7 +85,12 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
     config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     config["rope_parameters"] = _rope(metadata, config["head_dim"], rope_factors)
     config["tie_word_embeddings"] = HEAD not in file.tensors
-    config |= {field: file.metadata.get(key) for key, field in TOKENS.items()}
+    for key, field in TOKENS.items():
+        config[field] = file.metadata.get(key)
+        if isinstance(config[field], list):
+            raise ConversionError(
+                f"{file.paths[0]} has {key}={quoted(config[field])}, but it must be one id: download the file again"
+            )
     inferred = {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -141,7 +146,8 @@ def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:
 
 def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = metadata.values.get("rope.scaling.type", "linear" if metadata.values.get("rope.scaling.factor") else "none")
+    usual_kind = "none" if metadata.values.get("rope.scaling.factor", 0) == 0 else "linear"
+    kind = metadata.values.get("rope.scaling.type", usual_kind)
     if kind in ("linear", "yarn"):
         parameters |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     elif kind != "none":

@@ -22,6 +22,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Metadata types of a fixed size -> their format codes in `struct`."""
 _STRING, _ARRAY = 8, 9
 _MAX_STRING = 100_000_000
+_MAX_LIST = 10_000_000
 _MAX_DIMENSIONS = 4
 _MAX_SIZE = 2**63
 
@@ -47,7 +48,7 @@ class GgufFile:
 
     paths: list[Path]
     metadata: dict[str, Any]
-    """Metadata of the first part. A list is replaced by a string with its length, such as "a list of 3"."""
+    """Metadata of the first part."""
     tensors: dict[str, GgufTensor]
 
 
@@ -159,7 +160,11 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
-        self._advance(count)
+        self.position += count
+        if self.position > self._size:
+            raise ConversionError(
+                f"{self.path} is truncated: it has {self._size} bytes, fewer than its header; download it again"
+            )
         return self._file.read(count)
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
@@ -178,7 +183,7 @@ class _Cursor:
             raise ConversionError(f"{self.path} contains a string that is not UTF-8: download it again") from error
 
     def value(self, kind: int) -> Any:
-        """Return the next metadata value; a list is skipped, and a string with its length is returned."""
+        """Return the next metadata value."""
         if kind in _NUMBERS:
             return self.numbers(_NUMBERS[kind])[0]
         if kind == _STRING:
@@ -186,22 +191,10 @@ class _Cursor:
         if kind != _ARRAY:
             raise ConversionError(f"{self.path} has metadata of the unknown type {kind}: download it again")
         kind, count = self.numbers("IQ")
+        if count > _MAX_LIST:
+            raise ConversionError(f"{self.path} has a list of {count} values: it is damaged, download it again")
         if kind in _NUMBERS:
-            self._skip(count * struct.calcsize(_NUMBERS[kind]))
-        elif kind == _STRING:
-            for _ in range(count):
-                self._skip(*self.numbers("Q"))
-        else:
-            raise ConversionError(f"{self.path} has a list of the unsupported type {kind} in its metadata")
-        return f"a list of {count}"
-
-    def _skip(self, count: int) -> None:
-        self._advance(count)
-        self._file.seek(self.position)
-
-    def _advance(self, count: int) -> None:
-        self.position += count
-        if self.position > self._size:
-            raise ConversionError(
-                f"{self.path} is truncated: it has {self._size} bytes, fewer than its header; download it again"
-            )
+            return list(self.numbers(f"{count}{_NUMBERS[kind]}"))
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        raise ConversionError(f"{self.path} has a list of the unsupported type {kind} in its metadata")

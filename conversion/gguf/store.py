@@ -18,7 +18,7 @@ from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
-from .tokenizer import LISTS, SPACE, correct_tokens, further_templates, pre_tokeniser
+from .tokenizer import SPACE, correct_tokens, further_templates, pre_tokeniser
 
 MAX_SHARD = 2_000_000_000
 """Maximum size of a shard in bytes; a larger tensor gets a shard of its own."""
@@ -116,13 +116,12 @@ def write_side_files(store: GgufStore, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _load_tokenizer(store, folder)
-    lists = _lists(store.file.paths[0])
-    if templates := further_templates(store.file.metadata, lists):
+    if templates := further_templates(store.file.metadata):
         default = {"default": tokenizer.chat_template} if tokenizer.chat_template is not None else {}
         tokenizer.chat_template = default | templates
     tokenizer.save_pretrained(folder)
     if store.file.metadata["tokenizer.ggml.model"] == "gpt2":
-        correct_tokens(folder / "tokenizer.json", lists)
+        correct_tokens(folder / "tokenizer.json", store.file.metadata)
     ids = {name: value for name, value in store.config.items() if name.endswith("_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
 
@@ -153,11 +152,3 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
         tokenizer.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
         tokenizer.backend_tokenizer.decoder = Sequence([Replace(SPACE, " "), ByteFallback(), Fuse()])
     return tokenizer
-
-
-def _lists(path: Path) -> dict[str, list[Any]]:
-    """Return the tokenizer's lists, which `read_gguf` skips."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-    return {name: fields[name].contents() for name in LISTS if name in fields}

@@ -42,8 +42,6 @@ _TRIM = "trim_offsets"
 SPACE = "\u2581"
 TEMPLATE = "tokenizer.chat_template"
 """Metadata key of the default chat template. A named template has the key `tokenizer.chat_template.NAME`."""
-LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
-"""Metadata keys of the lists that building a tokenizer needs: `read_gguf` skips all lists."""
 _SPECIAL = TOKENS | {"tokenizer.ggml.unknown_token_id": "unk_token_id"}
 """Metadata key of a special token -> attribute of the tokenizer with its id."""
 
@@ -85,24 +83,23 @@ def pre_tokeniser(name: str) -> Any:
     return Tokenizer.from_str(json.dumps(content)).pre_tokenizer
 
 
-def further_templates(metadata: Mapping[str, Any], lists: Mapping[str, Any]) -> dict[str, str]:
+def further_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates other than the default one, by name."""
-    texts = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
+    texts = {name: metadata.get(f"{TEMPLATE}.{name}") for name in metadata.get(f"{TEMPLATE}s", ())}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
-    """Correct the special tokens in a tokenizer.json that transformers made from a GGUF file.
+def correct_tokens(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Correct the special tokens in a tokenizer.json that transformers made from a GGUF file with this metadata.
 
     transformers adds `<|endoftext|>` if it is missing, and encodes a space in an added token as byte-level BPE does.
-    `lists` contains the tokens of the GGUF file and their types.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary, tokens = content["model"]["vocab"], lists["tokenizer.ggml.tokens"]
+    vocabulary, tokens = content["model"]["vocab"], metadata["tokenizer.ggml.tokens"]
     names = {index: name for name, index in vocabulary.items()}
     merged = {"".join(pair) for pair in content["model"]["merges"]}
     added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(tokens)}
-    for index, (token, kind) in enumerate(zip(tokens, lists.get("tokenizer.ggml.token_type", ()), strict=False)):
+    for index, (token, kind) in enumerate(zip(tokens, metadata.get("tokenizer.ggml.token_type", ()), strict=False)):
         if kind in (_CONTROL, _USER_DEFINED) and index not in added and names.get(index) not in merged:
             vocabulary.pop(names.get(index), None)
             vocabulary[token] = index

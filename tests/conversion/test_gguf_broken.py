@@ -55,6 +55,13 @@ DAMAGES = {
         ),
         "type 9",
     ),
+    "list for a string": (
+        replace_bytes(
+            length_prefixed("general.architecture") + struct.pack("<I", 8) + length_prefixed("llama"),
+            length_prefixed("general.architecture") + struct.pack("<IIQB", 9, 0, 1, 7),
+        ),
+        r"general\.architecture=\[7\]",
+    ),
     "long list": (
         replace_bytes(
             length_prefixed("tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, 61),

@@ -163,6 +163,9 @@ def test_rope_scaling_metadata_sets_rope_parameters(tmp_path, facts, expected):
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count=8"),
         ({"llama.attention.head_count_kv": 4}, "'blk.0.attn_k.weight'.* 4 heads of 16"),
         ({"general.alignment": 0}, "general.alignment=0"),
+        ({"general.alignment": [32] * 1000}, r"general.alignment=\[32, .{10,60}\]: it must"),
+        ({"llama.rope.scaling.factor": [2.0]}, r"llama.rope.scaling.factor=\[2\.0\]"),
+        ({"tokenizer.ggml.eos_token_id": [0] * 1000}, r"tokenizer.ggml.eos_token_id=\[0, .{10,60}\], but"),
     ],
 )
 def test_unsupported_metadata_is_refused(tmp_path, facts, message):
