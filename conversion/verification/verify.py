@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ from ..sources.model_folder import (
 from ..sources.resolve import Source, open_source
 from ..sources.safetensors_store import SafetensorsStore
 from ..sources.tensor_store import DTYPES, Entry
-from .encoder_diff import compare_encoders
-from .logit_diff import compare
+from .output_diff import compare_decoders, compare_encoders
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
 from .tolerances import Tolerance, check_equal, recorded_tolerance
@@ -184,10 +183,8 @@ def _compared(
     streamed: _StreamedPair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
     advance = partial(progress, "comparing")
-    if predicts_tokens(streamed[0].config):
-        result = asdict(compare(*streamed, sample.tokens, advance))
-    else:
-        result = compare_encoders(*streamed, sample.tokens, advance)
+    compare = compare_decoders if predicts_tokens(streamed[0].config) else compare_encoders
+    result = compare(*streamed, sample.tokens, advance)
     return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **result}
 
 
