@@ -29,13 +29,11 @@ from .calibration.images import calibration_input
 from .calibration.text import Text
 from .compress.auto_layers import AutoLayers, check_auto
 from .compress.convert_layers import (
-    active_heads,
     candidate_counts,
     choose_groups,
-    component_counts,
     convert_layers,
+    layer_requests,
     needed_observations,
-    routings,
 )
 from .compress.paired_heads import doubled_heads
 from .mixer_parts import read_request
@@ -113,7 +111,8 @@ class MechanismRequest(Request):
         if self.auto is not None:
             mixers, chosen = self.auto.resolve(request.calibration, cache, progress)
         elif request.calibration is not None and self.observers.chooses_groups:
-            mixers, chosen = choose_groups(self.observers.candidates, self.target, self.mixers, request.calibration)
+            layers = layer_requests(self.target, self.mixers)
+            mixers, chosen = choose_groups(self.observers.candidates, layers, self.mixers, request.calibration)
         else:
             return request
         target = _target_config(self.source.config, self.source_config, mixers, self.user_options)
@@ -123,14 +122,15 @@ class MechanismRequest(Request):
 
     def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
         """Return the request with a calibration that holds the tensors fitted for the chosen numbers of heads."""
-        kinds = needed_observations(self.target, self.mixers, False)
+        layers = layer_requests(self.target, self.mixers)
+        kinds = needed_observations(layers, chooses=False)
         if not kinds:
             return self
         observers = replace(
             self.observers,
             kinds=kinds,
-            candidates=[[counts] for counts in component_counts(self.target, self.mixers)],
-            routings=routings(self.target, self.mixers),
+            candidates=[[layer.counts()] for layer in layers],
+            routings=[layer.routing for layer in layers],
         )
         file, known = cache / "fitted.safetensors", self.calibration
         fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known, self.device)
@@ -164,15 +164,21 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
     auto = (
         AutoLayers(options.budget, options.active, source, stock, target, request, text, device) if chooses else None
     )
-    kinds = needed_observations(target, request, options.budget is not None)
+    layers = layer_requests(target, request)
+    kinds = needed_observations(layers, chooses=options.budget is not None)
     check_limits(RequestedConversion(stock, request, options, kinds))
     runs_source = bool(kinds) or auto is not None
     _check_calibration(options, text, bool(kinds), runs_source)
     if auto is not None:
         auto.check()
-    candidates = [] if auto is not None else candidate_counts(target, request)
-    biased = bool(family_of(stock).qkv_bias(stock))
-    observers = Observers(kinds, target.layouts(), active_heads(target), biased, candidates, routings(target, request))
+    observers = Observers(
+        kinds,
+        target.layouts(),
+        [layer.active_heads for layer in layers],
+        bool(family_of(stock).qkv_bias(stock)),
+        [] if auto is not None else candidate_counts(layers, request),
+        [layer.routing for layer in layers],
+    )
     _check_saved(options.save_calibration, observers)
     described = text.described() if runs_source else {}
     recorded = target.mixers

@@ -33,7 +33,8 @@ from .budget_search import (
     measure_losses,
 )
 from .component_heads import PROJECTIONS
-from .convert_layers import component_counts
+from .convert_layers import layer_requests
+from .head_groups import Counts
 
 TRIAL_LENGTH, TRIALS = 256, 16
 """Length in tokens and number of the windows on which losses are measured."""
@@ -65,7 +66,7 @@ class AutoLayers:
         """Raise `ConversionError` if a budget is too small for this model, before anything is measured."""
         layouts, trials = self.target.layouts(), list[Trial]()
         if self.cache is not None:
-            unchanged = component_counts(self.target, self.request)
+            unchanged = self._unchanged()
             for layout, side in product(layouts, PROJECTIONS):
                 layer = layout.layer_index
                 counts = counts_to_try(layout.key_value_heads, unchanged[layer].groups)
@@ -108,12 +109,18 @@ class AutoLayers:
         model = StreamedModel(self.source.store, self.stock, device=self.device)
         trials = list[ComponentTrials | ActiveTrials]()
         if self.cache is not None:
-            unchanged, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
-            trials.append(ComponentTrials(self.source.store, self.stock, layouts, unchanged, calibration, method))
+            method = self.request.choices["explicit"]["method"]
+            trials.append(
+                ComponentTrials(self.source.store, self.stock, layouts, self._unchanged(), calibration, method)
+            )
         if self.active is not None:
             trials.append(ActiveTrials(model, self.text.tokens(self.source, model, folder, progress)))
         losses = measure_losses(model, trials, tokens, partial(progress, "choosing"))
         return self.text.of_windows() | {"losses": by_layer(losses)} | self._choices(losses, layouts)
+
+    def _unchanged(self) -> list[Counts]:
+        """Return the component counts of each layer before the choice."""
+        return [layer.counts() for layer in layer_requests(self.target, self.request)]
 
     def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:
         """Return the chosen numbers of heads, the parts of the budgets that they use, and the expected divergence."""

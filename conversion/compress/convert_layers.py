@@ -1,6 +1,6 @@
 """Computes the attention tensors of a crosshead model from a stock checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from statistics import fmean
@@ -69,6 +69,11 @@ class LayerRequest:
         """True if the most used heads are moved to the front, as the shared heads of the mixture."""
         shared = self.mixers.get("mixture", {}).get("shared_heads", 0)
         return shared > 0 and self.choices.get("mixture", {}).get("shared") == "calibrated"
+
+    @property
+    def active_heads(self) -> int:
+        """Number of active heads of the mixture; all heads if there is no mixture."""
+        return self.mixers.get("mixture", {}).get("active_heads", self.layout.query_heads)
 
     @property
     def routing(self) -> Routing | None:
@@ -150,37 +155,19 @@ def convert_layers(
     return LayerRewrites(layers, compute)
 
 
-def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
+def needed_observations(layers: Sequence[LayerRequest], chooses: bool) -> set[str]:
     """Return the kinds of statistics to record: any of "statistics", "use" and "router".
 
     `chooses` is true if `--layers auto` chooses the component heads later.
     """
-    layers = layer_requests(config, request)
     aligned = [layer for layer in layers if layer.method == "aligned"]
     needed = {"statistics"} if any(chooses or layer.has_fewer_components for layer in aligned) else set()
     needed |= {"use"} if any(layer.shares_most_used for layer in layers) else set()
     return needed | ({"router"} if any(layer.routing for layer in layers) else set())
 
 
-def routings(config: Any, request: MixerRequest) -> list[Routing | None]:
-    """Return the shared and active heads of each layer whose router is fitted, and None for other layers."""
-    return [layer.routing for layer in layer_requests(config, request)]
-
-
-def active_heads(config: Any) -> list[int]:
-    """Return the number of active heads of each layer's mixture; all heads if there is no mixture."""
-    layers = [config.mixers_of_layer(layer) for layer in attention_layers(config)]
-    return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
-
-
-def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
-    """Return the component counts of each layer."""
-    return [layer.counts() for layer in layer_requests(config, request)]
-
-
-def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
+def candidate_counts(layers: Sequence[LayerRequest], request: MixerRequest) -> list[list[Counts]]:
     """Return, per layer, the component counts for every number of groups to choose from, the largest number first."""
-    layers = layer_requests(config, request)
     group_counts: list[int | None] = [None]  # the configured number
     if (
         request.choices.get("explicit", {}).get("method") == "aligned"
@@ -194,11 +181,11 @@ def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
 
 
 def choose_groups(
-    candidates: list[list[Counts]], config: Any, request: MixerRequest, calibration: Calibration
+    candidates: list[list[Counts]], layers: Sequence[LayerRequest], request: MixerRequest, calibration: Calibration
 ) -> tuple[MixerRequest, dict[str, Any]]:
     """Return the request with the most groups whose fitted error is within the tolerance, and the record of it."""
     ratios: dict[int, list[float]] = {}
-    for layer in layer_requests(config, request):
+    for layer in layers:
         if not layer.has_fewer_components:
             continue
         statistics = HeadStatistics(layer.layout, calibration.layer(layer.index)["statistics"])
