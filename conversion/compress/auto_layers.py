@@ -128,14 +128,12 @@ class AutoLayers:
         expected = 0.0
         if self.cache is not None:
             choice = choose(losses, layouts, self.cache, self.target.dtype or stored_dtype(self.source.store))
-            key_heads, value_heads = zip(*choice.pairs, strict=True)
-            chosen |= {"key_heads": key_heads, "value_heads": value_heads, "cache": round(choice.cache, 6)}
+            chosen |= choice.heads | {"cache": round(choice.fraction, 6)}
             expected += choice.loss
         if self.active is not None:
-            active, loss = choose_active(losses, layouts, self.active)
-            fraction = sum(active) / (len(active) * layouts[0].query_heads)
-            chosen |= {"active_heads": active, "active": round(fraction, 6)}
-            expected += loss
+            choice = choose_active(losses, layouts, self.active)
+            chosen |= choice.heads | {"active": round(choice.fraction, 6)}
+            expected += choice.loss
         return chosen | {"expected_divergence": round(expected, 6)}
 
 

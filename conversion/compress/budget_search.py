@@ -148,12 +148,12 @@ def measure_losses(
 
 @dataclass(frozen=True)
 class Choice:
-    """Component heads chosen for a budget."""
+    """Numbers of heads chosen for a budget."""
 
-    pairs: list[KeyValueCounts]
-    """Component heads of keys and values, per layer."""
-    cache: float
-    """Size of the KV cache as a fraction of the source's."""
+    heads: dict[str, tuple[int, ...]]
+    """Option of a mechanism ("key_heads" and "value_heads", or "active_heads") -> number of heads per layer."""
+    fraction: float
+    """Used part of the budget: the size of the KV cache, or the active heads, as a fraction of the source's."""
     loss: float
     """Expected loss: the sum of the losses of the chosen trials."""
 
@@ -171,11 +171,12 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torc
     options = [_options(losses, layout, side_data) for layout in layouts]
     priced = [[(price // unit, loss, pair) for price, loss, pair in layer_options] for layer_options in options]
     price, loss, pairs = _cheapest(priced, budget, source_cache // unit, "--cache")
-    return Choice(list(pairs), price * unit / source_cache, loss)
+    key_heads, value_heads = zip(*pairs, strict=True)
+    return Choice({"key_heads": key_heads, "value_heads": value_heads}, price * unit / source_cache, loss)
 
 
-def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> tuple[list[int], float]:
-    """Return active heads per layer with the minimum total loss, and that loss; `budget`: fraction of all heads."""
+def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
+    """Return active heads per layer with the minimum total loss; `budget` is a fraction of all heads."""
     heads = layouts[0].query_heads
     options = [
         [
@@ -184,8 +185,9 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
         ]
         for key in ((layout.layer_index, ACTIVE) for layout in layouts)
     ]
-    _, loss, counts = _cheapest(options, budget, heads * len(layouts), "--active")
-    return list(counts), loss
+    all_heads = heads * len(layouts)
+    price, loss, counts = _cheapest(options, budget, all_heads, "--active")
+    return Choice({"active_heads": counts}, price / all_heads, loss)
 
 
 def _cheapest(

@@ -67,7 +67,7 @@ def probe_budget(source: str | Path, *, active: bool = False, **options: Any) ->
     curve: list[dict[str, Any]] = []
     for budget in BUDGETS:
         try:
-            point = _active_point(rises, config, budget) if active else _cache_point(rises, config, budget)
+            point = _point(rises, config, budget, active)
         except ConversionError:
             continue
         if not curve or point != curve[-1] | {"budget": budget}:
@@ -75,19 +75,12 @@ def probe_budget(source: str | Path, *, active: bool = False, **options: Any) ->
     return report | {"rises": by_layer(rises), "curve": curve}
 
 
-def _cache_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
-    """Return the point of the curve for a budget of the KV cache."""
-    choice = choose(rises, config.layouts(), budget, config.dtype)
-    key_heads, value_heads = zip(*choice.pairs, strict=True)
-    expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
-    return {"budget": budget, **expected, "key_heads": key_heads, "value_heads": value_heads}
-
-
-def _active_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
-    """Return the point of the curve for a budget of active heads."""
-    heads, rise = choose_active(rises, config.layouts(), budget)
-    fraction = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
-    return {"budget": budget, "active": fraction, "expected_rise": round(rise, 6), "active_heads": heads}
+def _point(rises: Losses, config: Any, budget: float, active: bool) -> dict[str, Any]:
+    """Return the point of the curve for a budget of active heads or of the KV cache."""
+    layouts = config.layouts()
+    choice = choose_active(rises, layouts, budget) if active else choose(rises, layouts, budget, config.dtype)
+    used = {"active" if active else "cache": choice.fraction}
+    return {"budget": budget, **used, "expected_rise": round(choice.loss, 6), **choice.heads}
 
 
 def _measured(

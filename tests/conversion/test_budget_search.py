@@ -81,9 +81,9 @@ def test_choose_finds_optimal_component_counts_within_budget(budget, heads, eps)
                 choose(losses, layouts(heads, 3, eps=eps), budget)
             continue
         choice = choose(losses, layouts(heads, 3, eps=eps), budget)
-        pairs = choice.pairs
-        assert cached_numbers(pairs, heads, 8, eps) == pytest.approx(choice.cache * 3 * 2 * heads * 8)
-        assert choice.cache <= budget and choice.loss == pytest.approx(expected)
+        pairs = list(zip(*choice.heads.values(), strict=True))
+        assert cached_numbers(pairs, heads, 8, eps) == pytest.approx(choice.fraction * 3 * 2 * heads * 8)
+        assert choice.fraction <= budget and choice.loss == pytest.approx(expected)
         total = sum(
             losses[layer, side, count]
             for layer, pair in enumerate(pairs)
@@ -97,8 +97,9 @@ def test_choose_finds_optimal_component_counts_within_budget(budget, heads, eps)
 def test_half_precision_key_scale_counts_as_two_cached_numbers(dtype, scales):
     for seed in range(5):
         choice = choose(random_losses(4, 3, seed), layouts(4, 3, eps=1e-6), 0.75, dtype)
-        numbers = cached_numbers(choice.pairs, 4, 8, 1e-6, scales)
-        assert numbers == pytest.approx(choice.cache * 3 * 2 * 4 * 8) and choice.cache <= 0.75
+        pairs = list(zip(*choice.heads.values(), strict=True))
+        numbers = cached_numbers(pairs, 4, 8, 1e-6, scales)
+        assert numbers == pytest.approx(choice.fraction * 3 * 2 * 4 * 8) and choice.fraction <= 0.75
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,10 +197,10 @@ def test_budget_is_used_up_despite_rounding(percent):
     losses |= {(layer, ACTIVE, count): float(10 - count) for layer in range(30) for count in range(1, 9)}
     units = percent * 30 * 6 // 100
     if units >= 60:  # one component for each side and layer
-        assert choose(losses, layouts(3, 30, 8), percent / 100).cache == pytest.approx(units / 180)
+        assert choose(losses, layouts(3, 30, 8), percent / 100).fraction == pytest.approx(units / 180)
     active = percent * 30 * 9 // 100
     if active >= 30:
-        assert sum(choose_active(losses, layouts(9, 30), percent / 100)[0]) == active
+        assert sum(choose_active(losses, layouts(9, 30), percent / 100).heads["active_heads"]) == active
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.75, 0.9])
@@ -211,8 +212,8 @@ def test_choose_active_finds_optimal_counts_within_budget(budget):
         options = [{4: 0.0} | {count: losses[layer, "active", count] for count in (1, 2, 3)} for layer in range(3)]
         within = [picks for picks in product(*options) if sum(picks) <= budget * 12]
         expected = min(sum(of[pick] for of, pick in zip(options, picks, strict=True)) for picks in within)
-        active, loss = choose_active(losses, layouts(4, 3), budget)
-        assert tuple(active) in within and loss == pytest.approx(expected)
+        choice = choose_active(losses, layouts(4, 3), budget)
+        assert choice.heads["active_heads"] in within and choice.loss == pytest.approx(expected)
     with pytest.raises(ConversionError, match="--active 20%"):
         choose_active(losses, layouts(4, 3), 0.2)
 
