@@ -33,7 +33,7 @@ from .architectures.families import (
     tied_tensors,
 )
 from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
-from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
+from .compress.layer_rewrites import LayerRewrites, Tensors, combined, read_attention
 from .gguf.export import check_type, run_gguf
 from .keep_cache import WideHeads
 from .plan import Plan, check_source, make_plan
@@ -223,13 +223,6 @@ def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, 
     return folded
 
 
-def _combine(scalars: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
-    """Combine components (h', ...) by scalars (h, h' / groups) within each group: (h, ...)."""
-    groups = len(components) // scalars.shape[1]
-    blocks, grouped = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
-    return torch.einsum("gij,gj...->gi...", blocks, grouped).flatten(0, 1)
-
-
 def _refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:
     form = settings["form"]
     return None if form == "linear" else f"its form={form!r} is not linear; only form='linear' folds"
@@ -270,7 +263,7 @@ FOLD_RULES: dict[str, FoldRule] = {
         partial(_multiply_projections, mechanism="knocking", product=partial(torch.einsum, "ef,hf...->he...")),
     ),
     # sum_j C_ij (W_j x + b_j)
-    "explicit": FoldRule(_refuse_explicit, partial(_multiply_projections, mechanism="explicit", product=_combine)),
+    "explicit": FoldRule(_refuse_explicit, partial(_multiply_projections, mechanism="explicit", product=combined)),
     "mixture": FoldRule(_refuse_mixture),
     "talking": _never("stock attention has no map across heads on logits or weights"),
     "differential": _never("stock attention does not subtract one softmax from another"),

@@ -32,9 +32,9 @@ from .budget_search import (
     counts_to_try,
     measure_losses,
 )
-from .component_heads import PROJECTIONS
 from .convert_layers import layer_requests
 from .head_groups import Counts
+from .layer_rewrites import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 16
 """Length in tokens and number of the windows on which losses are measured."""

@@ -25,10 +25,10 @@ from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel, check_finite
 from ..sources.tensor_store import TensorStore
-from .component_heads import PROJECTIONS, ComponentHeads
+from .component_heads import ComponentHeads
 from .fitted_router import HeadOutputs, Routing, fit_output, fit_scores, routed
 from .head_groups import Counts
-from .layer_rewrites import read_attention, substituted
+from .layer_rewrites import PROJECTIONS, read_attention, substituted
 
 STRIDE = 2
 """Losses are measured at every second position: logits are expensive, and neighbouring positions are similar."""

@@ -22,12 +22,10 @@ from ..calibration.head_statistics import KINDS, PARTS, HeadStatistics
 from .aligned_frame import Errors, Frame
 from .aligned_maps import aligned_keys, aligned_values, mixed_keys
 from .head_groups import Counts, Group, equal_groups, query_order
-from .layer_rewrites import Tensors
+from .layer_rewrites import PROJECTIONS, Tensors
 from .reorder_heads import reorder
 
 METHODS = ("aligned", "svd")
-PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
-"""Side -> projection that computes its heads."""
 READERS = {"key": "q_proj", "value": "o_proj"}
 """Side -> projection that absorbs the maps of its heads."""
 FRAME = ("components", "scalars", "maps")

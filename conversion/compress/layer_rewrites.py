@@ -14,6 +14,8 @@ from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]
 """Tensor name, or part (see `AttentionNames`) -> tensor."""
+PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
+"""Side that may have component heads -> projection that computes its heads."""
 
 
 def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
@@ -28,14 +30,21 @@ def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
     return {part: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for part, tensor in tensors.items()}
 
 
+def combined(scalars: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
+    """Return heads (h, ...): component heads (h', ...) combined by scalars (h, h' / groups) within each group."""
+    groups = len(components) // scalars.shape[1]
+    blocks, grouped = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
+    return torch.einsum("gij,gj...->gi...", blocks, grouped).flatten(0, 1)
+
+
 def as_stock(tensors: Tensors, groups: int) -> Tensors:
     """Return stock attention tensors that are equivalent to a layer's tensors with component heads."""
     stock = {name: tensor for name, tensor in tensors.items() if not name.startswith("mixers.")}
-    for side, projection in (("key", "k_proj"), ("value", "v_proj")):
-        scalars = tensors[f"mixers.explicit.{side}.weight"].unflatten(0, (groups, -1))  # (groups, heads, components)
+    for side, projection in PROJECTIONS.items():
+        scalars = tensors[f"mixers.explicit.{side}.weight"]
         for name in stock.keys() & {f"{projection}.weight", f"{projection}.bias"}:
-            components = stock[name].unflatten(0, (groups, scalars.shape[-1], -1))
-            stock[name] = torch.einsum("gij,gj...->gi...", scalars, components).flatten(0, 2)
+            components = stock[name].unflatten(0, (groups * scalars.shape[1], -1))
+            stock[name] = combined(scalars, components).flatten(0, 1)
     return stock
 
 

@@ -11,9 +11,9 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.mechanisms.mixture import query_norm_scores
 
 from ..architectures.families import Shapes
-from .layer_rewrites import Tensors
+from .layer_rewrites import PROJECTIONS, Tensors
 
-_SIDES = {"k_proj": "key", "v_proj": "value"}
+_SIDES = {projection: side for side, projection in PROJECTIONS.items()}
 
 
 class HeadUse:
@@ -78,7 +78,7 @@ def reorder(tensors: Tensors, order: list[int], layout: HeadLayout) -> Tensors:
             reordered[name] = _permute_rows(tensor.T, order).T.contiguous()
         elif name in ("mixers.explicit.key.weight", "mixers.explicit.value.weight"):
             reordered[name] = tensor[groups]
-        elif role in ("k_proj", "v_proj") and f"mixers.explicit.{_SIDES[role]}.weight" not in tensors:
+        elif role in _SIDES and f"mixers.explicit.{_SIDES[role]}.weight" not in tensors:
             reordered[name] = _permute_rows(tensor, groups)
     return reordered
 

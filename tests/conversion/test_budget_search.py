@@ -24,8 +24,8 @@ from crosshead.conversion.compress.budget_search import (
     counts_to_try,
     measure_losses,
 )
-from crosshead.conversion.compress.component_heads import PROJECTIONS
 from crosshead.conversion.compress.head_groups import Counts
+from crosshead.conversion.compress.layer_rewrites import PROJECTIONS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
 from tiers import grid
