@@ -21,7 +21,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..architectures.families import HEAD, Shapes, tensor_shapes
 from ..compress.component_heads import ComponentHeads
 from ..compress.fitted_output import AttentionCalls
-from ..compress.fitted_router import HeadOutputs, Routing, fit_router, routed
+from ..compress.fitted_router import Routing, fit_router, recorded, routed
 from ..compress.fitted_steps import solve_layer
 from ..compress.head_groups import Counts
 from ..compress.layer_rewrites import Tensors, substituted
@@ -236,8 +236,8 @@ def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Rou
     if routing is None:
         _step(model, module, hidden)
         return {}
-    attention, outputs = model.attention(module), HeadOutputs(hidden)
-    with outputs.recording(attention):
+    attention = model.attention(module)
+    with recorded(attention, hidden) as outputs:
         _step(model, module, hidden.clone())
     size = attention.o_proj.weight.shape[1] // heads
     fitted = fit_router(outputs, attention.o_proj.weight, routing, size)

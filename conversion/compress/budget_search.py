@@ -26,7 +26,7 @@ from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel, check_finite
 from ..sources.tensor_store import TensorStore
 from .component_heads import ComponentHeads
-from .fitted_router import HeadOutputs, Routing, fit_output, fit_scores, routed
+from .fitted_router import Routing, fit_output, fit_scores, recorded, routed
 from .head_groups import Counts
 from .layer_rewrites import PROJECTIONS, read_attention, substituted
 
@@ -104,8 +104,8 @@ class ActiveTrials:
 
     def of_layer(self, layer: int, module: Any) -> Iterator[LayerTrial]:
         """Yield a trial for every number of active heads of a layer."""
-        attention, outputs = self.model.attention(module), HeadOutputs(self.hidden)
-        with outputs.recording(attention):
+        attention = self.model.attention(module)
+        with recorded(attention, self.hidden) as outputs:
             self.model.step(module, self.hidden)
         weight = attention.o_proj.weight
         size = weight.shape[1] // self.model.config.num_attention_heads

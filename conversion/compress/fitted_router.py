@@ -9,6 +9,7 @@ all heads from the active ones. Layers are fitted in order, each on the outputs 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,40 +51,39 @@ class Routing:
         return torch.cat([routed.new_ones(*routed.shape[:-1], self.shared), routed], dim=-1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadOutputs:
-    """Hooks that record the input and the head outputs of an attention layer, for evenly spaced windows."""
+    """Recorded inputs and head outputs of an attention layer."""
 
-    windows: torch.Tensor
-    """Hidden states (B, T, hidden) before the layer; each window is one call."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Inputs of attention (T, hidden), per recorded window."""
     heads: list[torch.Tensor] = field(default_factory=list)
     """Head outputs (T, heads d), per recorded window."""
-    _count: int = 0
 
-    @contextmanager
-    def recording(self, attention: Any) -> Iterator[None]:
-        """Return a context in which calls of the attention layer are recorded."""
-        with (
-            attention.register_forward_pre_hook(self._record_input, with_kwargs=True),
-            attention.o_proj.register_forward_pre_hook(self._record_heads),
-        ):
-            yield
 
-    def _record_input(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        self._count += 1
-        if self._is_recorded():
+@contextmanager
+def recorded(attention: Any, windows: torch.Tensor) -> Iterator[HeadOutputs]:
+    """Return a context that records an attention layer, which is called once per window (B, T, hidden).
+
+    If the windows have more than `MAX_TOKENS` tokens, evenly spaced ones are recorded.
+    """
+    outputs, stride = HeadOutputs(), -(-windows.shape[0] * windows.shape[1] // MAX_TOKENS)
+    input_calls, head_calls = count(), count()
+
+    def record_input(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        if next(input_calls) % stride == 0:
             # A copy: layers without a norm before attention read the tensor that their outputs are written to.
-            self.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype(), copy=True))
+            outputs.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype(), copy=True))
 
-    def _record_heads(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if self._is_recorded():
-            self.heads.append(args[0].flatten(0, 1).to(fast_dtype()))
+    def record_heads(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if next(head_calls) % stride == 0:
+            outputs.heads.append(args[0].flatten(0, 1).to(fast_dtype()))
 
-    def _is_recorded(self) -> bool:
-        count, length = self.windows.shape[:2]
-        return (self._count - 1) % -(-count * length // MAX_TOKENS) == 0
+    with (
+        attention.register_forward_pre_hook(record_input, with_kwargs=True),
+        attention.o_proj.register_forward_pre_hook(record_heads),
+    ):
+        yield outputs
 
 
 def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, size: int) -> Tensors:

@@ -12,7 +12,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
 from crosshead.conversion.compress import fitted_router, fitted_steps
-from crosshead.conversion.compress.fitted_router import ROUTER_RIDGE, HeadOutputs, Routing, fit_router, routed
+from crosshead.conversion.compress.fitted_router import ROUTER_RIDGE, Routing, fit_router, recorded, routed
 from crosshead.conversion.sources.safetensors_store import WEIGHTS
 from toy_checkpoints import write_stock
 
@@ -48,8 +48,8 @@ def source(tmp_path_factory):
 def record_attention(backbone, shared=0, active=3):
     """Return an attention layer, its routing, and its recorded inputs and head outputs on three texts."""
     model = toys.stock_model(backbone).eval()
-    attention, outputs = model.model.layers[1].self_attn, HeadOutputs(torch.empty(3, 1, 1))
-    with outputs.recording(attention):
+    attention = model.model.layers[1].self_attn
+    with recorded(attention, torch.empty(3, 1, 1)) as outputs:
         for seed in range(3):
             model(toys.tokens(batch=1, length=30, seed=seed), use_cache=False)
     return attention, Routing(shared, active), outputs
