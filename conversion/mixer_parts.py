@@ -8,7 +8,7 @@ from crosshead.modeling.backbones.t5 import PARTS
 from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.options import unknown
 
-from .architectures.stacks import parts_of
+from .architectures.attention_names import parts_of
 from .options import MixerRequest, read_mixers
 
 

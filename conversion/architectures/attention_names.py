@@ -1,11 +1,10 @@
-"""The attention layers of a model, and the names of their tensors."""
+"""The attention layers of a model, the names of their tensors, and the encoder and decoder stacks that they are in."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .families import PREFIX, architecture_of, family_of
-from .stacks import layer_parts
 
 
 @dataclass(frozen=True)
@@ -54,3 +53,27 @@ def attention_layers(config: Any) -> range:
         return range(len(parts))
     shared = getattr(config, "num_hidden_groups", None)
     return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)
+
+
+def decodes(config: Any) -> bool:
+    """True if a model has a decoder."""
+    return not family_of(config).is_encoder or bool(getattr(config, "is_encoder_decoder", False))
+
+
+def predicts_tokens(config: Any) -> bool:
+    """True if the outputs of a model are logits of the next token."""
+    return not family_of(config).is_encoder or architecture_of(config).endswith("ForConditionalGeneration")
+
+
+def layer_parts(config: Any) -> list[tuple[str, int]]:
+    """Return (part, index within the part) of each attention layer of a T5; empty for other models."""
+    family = family_of(config)
+    return family.crosshead.attention_modules(config) if family.stacks else []
+
+
+def parts_of(config: Any) -> dict[str, list[int]]:
+    """Return the parts of a T5 -> indices of their attention layers; empty for other models."""
+    parts: dict[str, list[int]] = {}
+    for layer, (part, _) in enumerate(layer_parts(config)):
+        parts.setdefault(part, []).append(layer)
+    return parts

@@ -14,9 +14,8 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, ParameterModule
 
 from ..sources.tensor_store import TensorStore
-from .attention_names import attention_layers
+from .attention_names import attention_layers, parts_of
 from .families import family_of
-from .stacks import parts_of
 
 SEED_STRIDE = 1_000_003
 """A layer's seed is `seed * SEED_STRIDE + layer`, so that runs with neighbouring seeds share no layer's seed."""

@@ -15,8 +15,8 @@ from transformers.masking_utils import create_causal_mask
 
 from crosshead.modeling.backbones.t5 import CROSS, DECODER, ENCODER
 
+from ..architectures.attention_names import decodes, layer_parts
 from ..architectures.families import family_of, stored_embedding
-from ..architectures.stacks import decodes, layer_parts
 from ..verification.reload_worker import model_inputs
 from .streamed_encoder import AttentionView
 from .streamed_model import StreamedModel

@@ -19,8 +19,8 @@ from crosshead.common.plain_text import end_tokens, read_text, start_tokens
 from crosshead.common.progress import Advance, Progress
 from crosshead.modeling.cache import CACHE
 
+from ..architectures.attention_names import decodes
 from ..architectures.families import FAMILIES, family_of
-from ..architectures.stacks import decodes
 from ..options import CALIBRATION_SUFFIX, is_dataset
 from ..sources.model_folder import file_digest
 from ..sources.resolve import Source

@@ -8,10 +8,9 @@ from typing import Any
 
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.attention_names import AttentionNames, attention_layers, attention_names
+from ..architectures.attention_names import AttentionNames, attention_layers, attention_names, layer_parts
 from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
-from ..architectures.stacks import layer_parts
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest

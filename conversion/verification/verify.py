@@ -16,9 +16,9 @@ from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
 from crosshead.common.torch_state import check_device, default_torch_state
 
+from ..architectures.attention_names import decodes, predicts_tokens
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
-from ..architectures.stacks import decodes, predicts_tokens
 from ..calibration.images import RANDOM_NAME, random_pixels, read_pixels
 from ..calibration.streamed import stream
 from ..calibration.streamed_model import StreamedModel
