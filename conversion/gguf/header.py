@@ -52,7 +52,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
 
-def parts_of(path: Path) -> list[Path]:
+def part_paths(path: Path) -> list[Path]:
     """Return the paths of all parts of a split GGUF file, given one of them."""
     match = _PART.fullmatch(path.name)
     if match is None:
@@ -63,7 +63,7 @@ def parts_of(path: Path) -> list[Path]:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read and check the headers of a GGUF file and of its other parts."""
-    paths = parts_of(path)
+    paths = part_paths(path)
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
     for part in paths:

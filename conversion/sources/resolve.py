@@ -25,7 +25,7 @@ from crosshead.common.model_location import expand_home, foreign_link, split_rev
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX
-from ..gguf.header import parts_of
+from ..gguf.header import part_paths
 from ..gguf.store import GgufStore, write_side_files
 from .model_folder import (
     CONFIG,
@@ -105,7 +105,7 @@ def _open_local(path: Path, scratch: Path) -> Source:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     if not files:
         raise ConversionError(f"{path} has no {CONFIG}: give the folder of a checkpoint, or a GGUF file")
-    if not set(files) <= set(parts_of(files[0])):
+    if not set(files) <= set(part_paths(files[0])):
         names = ", ".join(file.name for file in files)
         raise ConversionError(f"{path} contains several GGUF files: give one of {names}")
     return _open_gguf(files[0], scratch)
