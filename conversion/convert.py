@@ -35,7 +35,7 @@ from .compress.convert_layers import (
     layer_requests,
     needed_observations,
 )
-from .compress.paired_heads import doubled_heads
+from .compress.initial_weights import doubled_heads
 from .mixer_parts import read_request
 from .options import MixerRequest, Options
 from .plan import Plan, check_source, make_plan, minimum_size

@@ -17,10 +17,9 @@ from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
 from .component_heads import ComponentHeads
 from .fitted_router import Routing
-from .full_matrices import multiply_projections
 from .head_groups import Counts
+from .initial_weights import makes_pairs, multiply_projections, pair_heads, paired_names
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
-from .paired_heads import makes_pairs, pair_heads, paired_names
 from .reorder_heads import most_used_first, reorder
 
 GROUP_TOLERANCE = 0.1

@@ -51,7 +51,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """The config of the model; with --mixer, as `convert` would write it for these mechanisms."""
     from crosshead.conversion.architectures.families import FAMILIES, kind_of
     from crosshead.conversion.architectures.saved_config import config_class_of, saved_config
-    from crosshead.conversion.compress.paired_heads import doubled_heads
+    from crosshead.conversion.compress.initial_weights import doubled_heads
     from crosshead.conversion.mixer_parts import read_request
     from crosshead.conversion.options import read_mixers, with_recipe
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.compress.paired_heads import pair_heads
+from crosshead.conversion.compress.initial_weights import pair_heads
 from crosshead.modeling.mechanisms.differential import Differential
 from tiers import grid
 from toy_checkpoints import write_stock

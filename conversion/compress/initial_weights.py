@@ -1,11 +1,15 @@
-"""Initial `differential` weights that keep the source's outputs: every query head is doubled to a pair of heads.
+"""Initial weights of `differential` and `bilinear` that keep the source's outputs.
 
-Version 2: both heads of a pair are copies of the source's head, so that their difference is `1 - lambda` times its
-output, and the output projection is divided by this factor. Lambda starts as a small constant, set by its bias.
+`differential` doubles every query head to a pair of heads. In version 2, both heads of a pair are copies of the
+source's head, so that their difference is `1 - lambda` times its output, and the output projection is divided by this
+factor. Lambda starts as a small constant, set by its bias.
 
-Version 1 with `half_values`: keys are doubled as well, and a value head is split into the two halves of a pair's
+In version 1 with `half_values`, keys are doubled as well, and a value head is split into the two halves of a pair's
 values. The second keys start at zero, which gives uniform attention, or as copies if keys are normalised, because the
 norm of a zero key has no useful gradient. Lambda starts at zero, set by the vectors of its second term.
+
+`bilinear` multiplies projections: `P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h` per head. The source must be multi-head
+attention without biases, whose logits are not scaled (T5). Paper: "Talking-Heads Attention", section 6.
 """
 
 import math
@@ -22,7 +26,7 @@ from crosshead.modeling.options import Layers
 from .layer_rewrites import Tensors
 
 START = 0.05
-"""Initial lambda of version 2."""
+"""Initial lambda of `differential` in version 2."""
 COMBINABLE = {"differential", "knocking", "gating"}
 """Mechanisms that only add tensors, so that a conversion can combine them with doubled heads."""
 
@@ -97,3 +101,15 @@ def pair_heads(tensors: Tensors, created: Tensors, layout: HeadLayout, mechanism
 
 def _by_head(tensor: torch.Tensor, layout: HeadLayout) -> torch.Tensor:
     return tensor.unflatten(0, (-1, layout.head_dim))
+
+
+def multiply_projections(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """Return the tensors with the query and output projection of `bilinear`, the products of the head projections."""
+    heads = layout.query_heads
+    query, key, value = (tensors[f"{name}_proj.weight"].double().unflatten(0, (heads, -1)) for name in "qkv")
+    output = tensors["o_proj.weight"].double().unflatten(1, (heads, -1))  # (hidden, h, d), others (h, d, hidden)
+    products = {
+        "q_proj.weight": torch.einsum("hdj,hdi->hji", key, query).flatten(0, 1),
+        "o_proj.weight": torch.einsum("ohd,hdj->ohj", output, value).flatten(1),
+    }
+    return tensors | {name: product.to(tensors[name]) for name, product in products.items()}
