@@ -1,7 +1,7 @@
 """Converts a crosshead model back to a stock checkpoint, where that is exact.
 
-Each mechanism's rule rewrites one layer's attention tensors, named relative to the attention module. A linear map over
-the features of a head, or across heads, that precedes every nonlinear operation is multiplied into the projection.
+A linear map over the features of a head, or across heads, that precedes every nonlinear operation is multiplied into
+the projection, one layer's attention tensors at a time, named relative to the attention module.
 A mechanism that still has its neutral initial values is removed.
 """
 
@@ -174,8 +174,8 @@ def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads
         names, layout = attention_names(config, layer), config.layout_of_layer(layer)
         tensors = read_attention(store, names)
         for name in applied[layer]:
-            if wide is None or name != "explicit":
-                tensors = FOLD_RULES[name].apply(tensors, layout)
+            if name in PRODUCTS and (wide is None or name != "explicit"):
+                tensors = multiply_projections(tensors, layout, name)
         tensors = tensors if wide is None else wide.rewrite(tensors, layout)
         return {names.stored(part): tensor for part, tensor in tensors.items()}
 
@@ -189,8 +189,7 @@ def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[st
     for name, options in config.mixers_of_layer(layer).items():
         if RULES[name].starts_neutral(options, layout) and _has_starting_values(store, config, layer, name):
             continue
-        reason = FOLD_RULES[name].refusal(options, layout) if name in FOLD_RULES else "it has no fold rule"
-        if reason:
+        if reason := _refusal(name, options, layout):
             raise ConversionError(f"{name!r} in layer {layer} cannot be folded into a stock layer: {reason}")
         applied.append(name)
     return applied
@@ -203,12 +202,23 @@ def _has_starting_values(store: TensorStore, config: Any, layer: int, mechanism:
     return all(torch.equal(stored := store.read(names.stored(part)), values[part].to(stored.dtype)) for part in parts)
 
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of a mechanism's matrix and a projection's rows (heads, features, ...) that returns the new rows."""
+# T (W_i x + b_i) for `knocking`, sum_j C_ij (W_j x + b_j) for `explicit`
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "knocking": partial(torch.einsum, "ef,hf...->he..."),
+    "explicit": combined,
+}
+"""Mechanism -> function of its matrix and a projection's rows (heads, features, ...) that returns the new rows."""
+NEVER = {
+    "talking": "stock attention has no map across heads on logits or weights",
+    "differential": "stock attention does not subtract one softmax from another",
+    "gating": "its gates depend on the input; it only folds while its weight is zero, where every gate is 1",
+    "bilinear": "its matrices have full rank; those of a stock layer are products of smaller ones",
+}
+"""Mechanism that cannot be folded, unless it has its neutral initial values -> reason."""
 
 
-def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, product: Product) -> Tensors:
-    """Return the tensors with a mechanism's matrices multiplied into the rows of the projections."""
+def multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str) -> Tensors:
+    """Return the tensors with the matrices of `knocking` or `explicit` multiplied into the rows of the projections."""
     folded = dict(tensors)
     for side, projections in PROJECTIONS.items():
         matrix = tensors.get(f"mixers.{mechanism}.{side}.weight")
@@ -218,56 +228,24 @@ def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, 
                 rows_per_head = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
                 rows = tensors[name].unflatten(0, (-1, rows_per_head))
                 keys, rows = rows[:, : rows_per_head - size], rows[:, rows_per_head - size :]
-                rows = product(matrix, rows)
+                rows = PRODUCTS[mechanism](matrix, rows)
                 folded[name] = (torch.cat([keys, rows], dim=1) if keys.numel() else rows).flatten(0, 1)
     return folded
 
 
-def _refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:
-    form = settings["form"]
-    return None if form == "linear" else f"its form={form!r} is not linear; only form='linear' folds"
-
-
-def _refuse_explicit(settings: Settings, layout: HeadLayout) -> str | None:
-    return "with norm=true its scale depends on the input; only norm=false folds" if settings["norm"] else None
-
-
-def _refuse_mixture(settings: Settings, layout: HeadLayout) -> str | None:
-    active, heads, gate = settings["active_heads"], layout.output_heads, settings["gate"]
-    if active == heads and gate == "binary":
-        return None
-    return (
-        f"a stock layer has no router (this one has active_heads={active} of {heads}, gate={gate!r}); only all heads "
-        "with gate='binary' fold"
-    )
-
-
-@dataclass(frozen=True)
-class FoldRule:
-    """Fold of one mechanism into a stock layer."""
-
-    refusal: Callable[[Settings, HeadLayout], str | None]
-    """Settings and head layout -> the reason why the mechanism cannot be folded, or None if it can."""
-    apply: Callable[[Tensors, HeadLayout], Tensors] = lambda tensors, layout: tensors
-    """Attention tensors and head layout -> tensors with the mechanism applied; its own tensors are dropped later."""
-
-
-def _never(reason: str) -> FoldRule:
-    return FoldRule(lambda settings, layout: reason)
-
-
-FOLD_RULES: dict[str, FoldRule] = {
-    # T (W_i x + b_i)
-    "knocking": FoldRule(
-        _refuse_knocking,
-        partial(_multiply_projections, mechanism="knocking", product=partial(torch.einsum, "ef,hf...->he...")),
-    ),
-    # sum_j C_ij (W_j x + b_j)
-    "explicit": FoldRule(_refuse_explicit, partial(_multiply_projections, mechanism="explicit", product=combined)),
-    "mixture": FoldRule(_refuse_mixture),
-    "talking": _never("stock attention has no map across heads on logits or weights"),
-    "differential": _never("stock attention does not subtract one softmax from another"),
-    "gating": _never("its gates depend on the input; it only folds while its weight is zero, where every gate is 1"),
-    "bilinear": _never("its matrices have full rank; those of a stock layer are products of smaller ones"),
-}
-"""Mechanism -> fold rule. A mechanism with its neutral initial values needs no rule."""
+def _refusal(mechanism: str, settings: Settings, layout: HeadLayout) -> str | None:
+    """Return the reason why a mechanism cannot be folded into a stock layer; None if it can."""
+    if mechanism == "knocking":
+        form = settings["form"]
+        return None if form == "linear" else f"its form={form!r} is not linear; only form='linear' folds"
+    if mechanism == "explicit":
+        return "with norm=true its scale depends on the input; only norm=false folds" if settings["norm"] else None
+    if mechanism == "mixture":
+        active, heads, gate = settings["active_heads"], layout.output_heads, settings["gate"]
+        if active == heads and gate == "binary":
+            return None
+        return (
+            f"a stock layer has no router (this one has active_heads={active} of {heads}, gate={gate!r}); only all "
+            "heads with gate='binary' fold"
+        )
+    return NEVER.get(mechanism, "it has no fold rule")

@@ -10,7 +10,7 @@ import crosshead
 from crosshead.common.errors import ConversionError
 from crosshead.conversion import fold as fold_layers
 from crosshead.conversion.compress import convert_layers
-from crosshead.conversion.fold import FOLD_RULES, FoldRule
+from crosshead.conversion.fold import multiply_projections
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.verification import reload, verify
 from crosshead.modeling import bundle
@@ -115,24 +115,24 @@ def test_wrong_neutral_conversion_fails_verification(mixers, fault, skip_reload,
     assert not (tmp_path / "made").exists()
 
 
-def transposed(tensors, layout):
+def transposed(tensors, layout, mechanism):
     turned = {name: tensor.T.contiguous() if ".mixers." in f".{name}" else tensor for name, tensor in tensors.items()}
-    return FOLD_RULES["knocking"].apply(turned, layout)
+    return multiply_projections(turned, layout, mechanism)
 
 
-def without_bias(tensors, layout):
-    right = FOLD_RULES["knocking"].apply(tensors, layout)
+def without_bias(tensors, layout, mechanism):
+    right = multiply_projections(tensors, layout, mechanism)
     return right | {name: torch.zeros_like(tensor) for name, tensor in right.items() if name == "v_proj.bias"}
 
 
-def swapped_heads(tensors, layout):
-    right = FOLD_RULES["knocking"].apply(tensors, layout)
+def swapped_heads(tensors, layout, mechanism):
+    right = multiply_projections(tensors, layout, mechanism)
     heads = right["v_proj.weight"].unflatten(0, (layout.key_value_heads, -1))
     return right | {"v_proj.weight": heads.flip(0).flatten(0, 1)}
 
 
-def one_head_forgotten(tensors, layout):
-    right = FOLD_RULES["knocking"].apply(tensors, layout)
+def one_head_forgotten(tensors, layout, mechanism):
+    right = multiply_projections(tensors, layout, mechanism)
     rows = slice(0, layout.head_dim)
     right["q_proj.weight"][rows] = tensors["q_proj.weight"][rows]
     return right
@@ -146,7 +146,7 @@ def test_wrong_fold_fails_verification(backbone, rule, dtype, skip_reload, tmp_p
     model = write_trained_model(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
-    monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *arguments: None, rule)})
+    monkeypatch.setattr(fold_layers, "multiply_projections", rule)
     with pytest.raises(ConversionError, match="KL"):
         crosshead.fold(model, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
