@@ -36,8 +36,8 @@ from .compress.convert_layers import (
     needed_observations,
 )
 from .compress.initial_weights import doubled_heads
-from .mixer_parts import read_request
-from .options import MixerRequest, Options
+from .mixers import MixerRequest, read_request
+from .options import Options
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
 from .stages import Request, run

@@ -1,16 +1,12 @@
-"""Options of a conversion: mechanisms and settings, from the command line, a YAML recipe or Python.
-
-Values may be strings, as in `mixture:active_heads=75%` or `knocking:on=query+value`; the type of each option decides
-how they are parsed. Options that only a conversion has (`method`, `shared`) are separate from those of a config.
-"""
+"""Options of a conversion, without its mechanisms, and their sources: the command line and a YAML recipe."""
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
@@ -18,18 +14,12 @@ from crosshead.common.model_location import expand_home
 from crosshead.common.torch_state import check_device
 from crosshead.common.validation import first_error_message
 from crosshead.common.yaml_text import read_yaml
-from crosshead.modeling.configuration import LAYERS
-from crosshead.modeling.mechanisms import MECHANISMS, RULES
-from crosshead.modeling.mechanisms.base import HeadLayout
-from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, unknown
 
-from .mixture_options import check_fitted_router, mixture_defaults, share_half
+from .sources.tensor_store import DTYPE_NAMES
 
 CALIBRATION_SUFFIX = ".safetensors"
 """File suffix of a saved calibration."""
 MAX_INTEGER = 2**32 - 1
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Value of the option --dtype -> dtype name in safetensors."""
 DATASET = "datasets:"
 """Prefix of a --calibration value that names a dataset on the Hub."""
 UserPath = Annotated[Path, AfterValidator(expand_home)]
@@ -108,7 +98,7 @@ class Options(BaseModel):
     @property
     def stored_dtype(self) -> str | None:
         """Name of `dtype` in safetensors; None to keep the dtypes of the source."""
-        return DTYPES[self.dtype] if self.dtype else None
+        return DTYPE_NAMES[getattr(torch, self.dtype)] if self.dtype else None
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that conversion.json records: all that are set, except local paths."""
@@ -116,41 +106,22 @@ class Options(BaseModel):
         return {key: value for key, value in options if value is not None and value is not False}
 
 
-CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
-    "explicit": {"method": Choice(("aligned", "svd"))},
-    "mixture": {"method": Choice(("calibrated", "paper")), "shared": Choice(("first", "calibrated"))},
-}
-"""Mechanism -> options that only a conversion has; a config does not contain them."""
-DEFAULTS: dict[str, dict[str, Any]] = {"explicit": {"norm": False}}
-"""Mechanism -> defaults for a pretrained model that differ from the defaults for a new model."""
-Mixers = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class MixerRequest:
-    """The requested mechanisms with parsed options."""
-
-    mixers: Mixers
-    """Mechanism -> options in the config; for a T5, part -> mechanism -> options."""
-    choices: dict[str, dict[str, Any]]
-    """Mechanism -> options that only the conversion has; for a T5, part -> mechanism -> options."""
-    parts: Mapping[str, "MixerRequest"] = field(default_factory=dict)
-    """Part of a T5 (encoder, decoder, cross) -> the request for this part; empty for other models."""
-
-    @property
-    def by_part(self) -> list["MixerRequest"]:
-        """The requests for the parts of a T5; for other models, a list of the request itself."""
-        return [*self.parts.values()] or [self]
-
-
 def _fraction(option: str, value: Any, whole: str) -> float:
     """Return a percentage or a number between 0 and 1 as a fraction; `ValueError` for other values."""
     text = str(value)
-    number = _number(text.removesuffix("%"))
+    number = as_number(text.removesuffix("%"))
     fraction = number / 100 if text.endswith("%") and not isinstance(number, str) else number
     if isinstance(fraction, str) or not 0 < fraction < 1:
         raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
     return float(fraction)
+
+
+def as_number(text: Any) -> Any:
+    """Return a string as an int or a float if it is a number, and other values unchanged."""
+    for number in (int, float) if isinstance(text, str) else ():
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
@@ -165,87 +136,6 @@ def split_argument(argument: str) -> tuple[str, dict[str, str]]:
             raise ConversionError(f"--mixer {argument!r} gives {key!r} twice: give it once")
         options[key] = value
     return name, options
-
-
-def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
-    """Return the request with typed values of all options; the config checks later whether they fit the model."""
-    mixers: Mixers = {}
-    choices: dict[str, dict[str, str]] = {}
-    for name, options in requested.items():
-        if name not in MECHANISMS:
-            raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
-        raw = {} if options is None else options
-        if not isinstance(raw, Mapping):
-            raise ConversionError(f"mixers.{name}={raw!r} is not allowed: use a mapping of option to value")
-        config_options: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
-        conversion_options = CONVERSION_OPTIONS.get(name, {})
-        for key in raw:
-            if key not in config_options and key not in conversion_options:
-                raise ConversionError(
-                    str(unknown(f"mixers.{name}", "option", key, [*config_options, *conversion_options]))
-                )
-        if name == "mixture":
-            raw = mixture_defaults(raw)
-        if name == "differential" and str(raw.get("half_values")).lower() == "true":
-            raw = {"norm": False} | dict(raw)
-        try:
-            choices[name] = {
-                key: kind.parse(f"mixers.{name}.{key}", raw.get(key), len(layouts))
-                for key, kind in conversion_options.items()
-            }
-        except ValueError as error:
-            raise ConversionError(str(error)) from None
-        values = {
-            key: _parse(name, key, config_options[key], raw[key], layouts) for key in raw if key in config_options
-        }
-        mixers[name] = DEFAULTS.get(name, {}) | values
-    if "mixture" in mixers and choices["mixture"]["method"] == "paper":
-        share_half(mixers["mixture"], layouts[0].query_heads)
-    check_fitted_router(mixers, choices)
-    groups = mixers.get("explicit", {}).get("groups", 1)
-    if groups != 1 and choices.get("mixture", {}).get("shared") == "calibrated":
-        raise ConversionError(
-            f"mixers.explicit.groups={groups!r} does not go together with mixers.mixture.shared='calibrated', which "
-            "moves heads to other groups: use shared=first"
-        )
-    return MixerRequest(mixers, choices)
-
-
-def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
-    """Return a string as a value of the option's type, and other values unchanged."""
-    if isinstance(kind, Count):
-        heads = layouts[0].query_heads if name == "mixture" else layouts[0].key_value_heads
-        return _parse_counts(f"mixers.{name}.{key}", value, heads)
-    if isinstance(kind, Layers | Subset):
-        parts = value.split("+") if isinstance(value, str) else value
-        return [_number(part) for part in parts] if isinstance(kind, Layers) and isinstance(parts, list) else parts
-    if not isinstance(value, str):
-        return value
-    if isinstance(kind, Flag):
-        return {"true": True, "false": False}.get(value.lower(), value)
-    return _number(value) if isinstance(kind, Integer | Number) else value
-
-
-def _number(text: Any) -> Any:
-    """Return a string as an int or a float if it is a number, and other values unchanged."""
-    for number in (int, float) if isinstance(text, str) else ():
-        with suppress(ValueError):
-            return number(text)
-    return text
-
-
-def _parse_counts(name: str, value: Any, heads: int) -> Any:
-    """Return a number of heads or a list of them; a percentage is converted to a part of `heads`."""
-    if isinstance(value, str) and "+" in value:
-        value = value.split("+")
-    if isinstance(value, list | tuple):
-        return [_parse_counts(name, part, heads) for part in value]
-    if not (isinstance(value, str) and value.endswith("%")):
-        return _number(value)
-    percentage = _number(value[:-1])
-    if not isinstance(percentage, int | float) or not 0 <= percentage <= 100:
-        raise ConversionError(f"{name}={value!r} is not allowed: use a percentage from 0% to 100%")
-    return max(round(heads * percentage / 100), 1 if percentage else 0)
 
 
 def with_recipe(

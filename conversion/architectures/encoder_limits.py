@@ -6,7 +6,8 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from ..options import MixerRequest, Options
+from ..mixers import MixerRequest
+from ..options import Options
 from .families import family_of
 
 

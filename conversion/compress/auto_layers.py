@@ -14,7 +14,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..calibration.calibration import Calibration
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, within_context
-from ..options import MixerRequest
+from ..mixers import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from ..sources.tensor_store import stored_dtype

@@ -13,7 +13,7 @@ from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
-from ..options import MixerRequest
+from ..mixers import MixerRequest
 from ..sources.tensor_store import TensorStore
 from .component_heads import ComponentHeads
 from .fitted_router import Routing

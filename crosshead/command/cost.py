@@ -52,8 +52,8 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     from crosshead.conversion.architectures.families import FAMILIES, kind_of
     from crosshead.conversion.architectures.saved_config import config_class_of, saved_config
     from crosshead.conversion.compress.initial_weights import doubled_heads
-    from crosshead.conversion.mixer_parts import read_request
-    from crosshead.conversion.options import read_mixers, with_recipe
+    from crosshead.conversion.mixers import read_mixers, read_request
+    from crosshead.conversion.options import with_recipe
 
     content = _content(model, revision)
     requested, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
@@ -71,7 +71,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 
 def _dit_config(content: dict[str, Any], requested: Any, name: str) -> Any:
     """The config of a DiT; the mechanisms of --mixer, if any, replace its own."""
-    from crosshead.conversion.options import read_mixers
+    from crosshead.conversion.mixers import read_mixers
     from crosshead.evals.cost.dit_config import DiTConfig
 
     config = DiTConfig.read(content, name)

@@ -5,8 +5,8 @@ import pytest
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.mixer_parts import read_request
-from crosshead.conversion.options import Options, read_mixers, read_recipe, split_argument, with_recipe
+from crosshead.conversion.mixers import read_mixers, read_request
+from crosshead.conversion.options import Options, read_recipe, split_argument, with_recipe
 
 FITTED = {"router": "two_stage", "gate": "binary", "shared_heads": 0}
 """Options of a mixture whose router is fitted, which is the default."""

@@ -12,7 +12,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.mixer_tensors import starting_values
 from crosshead.conversion.calibration.streamed import stream
-from crosshead.conversion.mixer_parts import read_request
+from crosshead.conversion.mixers import read_request
 from crosshead.conversion.options import with_recipe
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import WORDS

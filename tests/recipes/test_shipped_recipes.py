@@ -11,7 +11,8 @@ import typer
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crosshead.conversion.options import read_mixers, split_argument
+from crosshead.conversion.mixers import read_mixers
+from crosshead.conversion.options import split_argument
 from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy, toy_config
