@@ -79,7 +79,7 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     config = saved_config(content, folder.name)
     images = hasattr(config, "image_size")
     inputs = random_pixels(config, 1) if images else torch.arange(1, TOKENS + 1)[None] % config.vocab_size
-    report = reload_check(folder, inputs, auto_class=saved_auto_class(config))
+    report, _ = reload_check(folder, inputs, saved_auto_class(config))
     for fault in ("missing", "unexpected", "mismatched", "errors", "unloaded"):
         if report.get(fault):
             raise ValueError(f"{folder} does not load completely without crosshead: {fault} {report[fault][0]}")

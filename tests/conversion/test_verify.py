@@ -26,7 +26,7 @@ CALIBRATED = {"mixture": {"active_heads": "100%", "shared_heads": 1, "shared": "
 @pytest.fixture
 def skip_reload(monkeypatch):
     """Skip the reload in a new process, which takes seconds."""
-    monkeypatch.setattr(verify, "reload_check", lambda *arguments: {})
+    monkeypatch.setattr(verify, "reload_check", lambda *arguments: ({}, None))
 
 
 def write_trained_model(folder, mixers, dtype, **changes):

@@ -70,7 +70,8 @@ def hub(monkeypatch):
 @pytest.fixture
 def without_reload_check(monkeypatch):
     """Skip the reload check: loading in a new process takes seconds, and two tests cover it."""
-    monkeypatch.setattr("crosshead.conversion.verification.reload.reload_check", lambda folder, inputs, auto_class: {})
+    check = "crosshead.conversion.verification.reload.reload_check"
+    monkeypatch.setattr(check, lambda folder, inputs, auto_class: ({}, None))
 
 
 def test_dry_run_lists_files_without_requests(made, run_cli, hub, without_reload_check):
