@@ -78,8 +78,7 @@ def run(
     unless `restart` discards them.
     """
     source, out = request.source, expand_home(out)
-    for path in source.store.paths:
-        check_apart(path, out)
+    check_apart(source.store.paths, out)
     if plan_only:
         return _dry_run(request, out, overwrite, progress)
     sample = read_sample(source, None) if verify else None  # before all work: it fails on a broken tokenizer

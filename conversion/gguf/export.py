@@ -1,6 +1,6 @@
 """Folds a model to a GGUF file: plans it, writes it, reads it back, compares it with the source, and publishes it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .header import MAGIC
 from .metadata import NAMES, Description, Metadata, describe
 from .store import GgufStore, require_gguf
 from .tokenizer import tokenizer_metadata
-from .writer import FILE_TYPES, Digests, Target, default_type, plan_targets, unblocked, write_gguf
+from .writer import FILE_TYPES, Target, default_type, plan_targets, unblocked, write_gguf
 
 SUFFIX = ".gguf"
 _QUANTISATION_VERSION = 2
@@ -91,8 +91,7 @@ def run_gguf(
             "convert that with llama.cpp"
         )
     out = expand_home(out)
-    for source_path in request.source.store.paths:
-        check_apart(source_path, out)
+    check_apart(request.source.store.paths, out)
     if plan_only:
         check_file(out, MAGIC, overwrite)
         check_record(out, overwrite)
@@ -103,12 +102,12 @@ def run_gguf(
         sample = read_sample(request.source, None) if verify else None
         check_free(path.parent, out, export.size)
         store = request.source.store
-        digests = write_gguf(
+        planned, stored = write_gguf(
             path, export.description, export.file_metadata, export.targets, export.plan, store, progress
         )
-        content = record(export.request, export.plan, digests.planned) | {"gguf": export.report()}
+        content = record(export.request, export.plan, planned) | {"gguf": export.report()}
         if sample is not None:
-            content["verification"] = _verify(export, path, digests, sample, progress)
+            content["verification"] = _verify(export, path, stored, sample, progress)
         write_json(record_path, content)
     return content | {"folder": str(out)}
 
@@ -155,8 +154,13 @@ def _plan_report(export: _Export) -> dict[str, Any]:
     return report | {"bytes": export.size, "tensors": tensors, "gguf": export.report()}
 
 
-def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progress: Progress) -> dict[str, Any]:
-    """Read the file back and measure it; metadata, names, shapes, unquantised values and logits must agree."""
+def _verify(
+    export: _Export, path: Path, digests: Mapping[str, str], sample: Sample, progress: Progress
+) -> dict[str, Any]:
+    """Read the file back and measure it; metadata, names, shapes, unquantised values and logits must agree.
+
+    `digests` are the checksums of the unquantised values, by stock name.
+    """
     store = GgufStore(path)
     name = path.name
     config = read_config(store.config, "stock", name)
@@ -166,7 +170,7 @@ def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progr
     read = {stock: entry.shape for stock, entry in store.entries.items()}
     if differ := sorted({stock for stock, _ in planned.items() ^ read.items()}):
         raise ConversionError(f"{name} reads back with another name or shape of {differ[0]}; please report this")
-    for stock, digest in digests.stored.items():
+    for stock, digest in digests.items():
         if digest_of(store.chunks(stock)) != digest:
             raise ConversionError(f"{name} reads back with other values of {stock}; please report this")
     written = Source(store, store.config, [], {"kind": "gguf", "name": name}, "", store.dropped)

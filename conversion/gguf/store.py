@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError, one_line
 
-from ..sources.tensor_store import DTYPES, Entry, shard_names
+from ..sources.tensor_store import DTYPES, Entry, shard_names, tensor_bytes
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
@@ -58,7 +58,7 @@ class GgufStore:
     def chunks(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of one tensor, dequantised, about a megabyte at a time."""
         for block in self._tensors[name].blocks():
-            yield block.contiguous().view(-1).view(torch.uint8).numpy().data
+            yield tensor_bytes(block)
 
     def fingerprint(self) -> str:
         """Return a cheap fingerprint of the files: a hash of names, sizes, modification times and headers."""

@@ -14,7 +14,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress
 
 from ..plan import Plan, Step
-from ..sources.tensor_store import DTYPES, TensorStore
+from ..sources.tensor_store import DTYPES, TensorStore, tensor_bytes
 from ..writing.shard_writer import check_finite, whole_rows
 from ..writing.writer import produce
 from .metadata import Description, Metadata
@@ -54,16 +54,6 @@ class Target:
         """Return "copied" if the file contains the bytes of the source unchanged, otherwise "rewritten"."""
         is_copied = all(step.action == "copied" and step.entry.dtype == self.format for step in self.steps)
         return "copied" if is_copied and self.head_rows is None else "rewritten"
-
-
-@dataclass(frozen=True)
-class Digests:
-    """CRC-32 checksums of the written tensors, by stock name."""
-
-    planned: dict[str, str]
-    """Checksums of the planned bytes, before the conversion to the file's format, as in the record of a folder."""
-    stored: dict[str, str]
-    """Checksums after rounding to the file's format, in stock row order, without quantised tensors."""
 
 
 def block_of(form: str) -> tuple[int, int]:
@@ -127,8 +117,12 @@ def write_gguf(
     plan: Plan,
     store: TensorStore,
     progress: Progress,
-) -> Digests:
-    """Write the file and return its checksums; `file_metadata` is metadata about the file and its tokenizer."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Write the file and return CRC-32 checksums by stock name; `file_metadata` is about the file and its tokenizer.
+
+    The first checksums are those of the planned bytes, as in the record of a folder. The others are those of values
+    rounded to the file's format, in stock row order, without quantised tensors.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(None, description.architecture)
@@ -140,7 +134,7 @@ def write_gguf(
         number = gguf.GGMLQuantizationType[target.format]
         # With np.float32 the shape counts values; with np.uint8 the package would expect a shape in bytes.
         writer.add_tensor_info(target.name, target.shape, np.dtype(np.float32), target.size, raw_dtype=number)
-    digests, written = Digests({}, {}), Counter(progress, "writing", plan.size)
+    planned, stored, written = dict[str, str](), dict[str, str](), Counter(progress, "writing", plan.size)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
@@ -153,13 +147,13 @@ def write_gguf(
             writer.write_padding(file, 4 * len(factors))
         for target in targets:
             for step in target.steps:
-                for block in _encoded(target, step, produce(store, step, plan.rewrites), digests):
+                for block in _encoded(target, step, produce(store, step, plan.rewrites), planned, stored):
                     file.write(block)
                 written.add(step.entry.size)
             writer.write_padding(file, target.size)
     finally:
         writer.close()
-    return digests
+    return planned, stored
 
 
 def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
@@ -174,25 +168,27 @@ def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
         adders[type(value)](key, value)
 
 
-def _encoded(target: Target, step: Step, chunks: Iterable[memoryview], digests: Digests) -> Iterator[memoryview]:
-    """Yield the bytes of one stock tensor in the format of its target, and add its checksums to `digests`."""
+def _encoded(
+    target: Target, step: Step, chunks: Iterable[memoryview], planned: dict[str, str], stored: dict[str, str]
+) -> Iterator[memoryview]:
+    """Yield the bytes of one stock tensor in the format of its target, and add its checksums."""
     entry = step.entry
     columns = entry.shape[-1] if len(entry.shape) > 1 else 1
     row = columns * DTYPES[entry.dtype].itemsize
-    planned = stored = 0
+    planned_crc = stored_crc = 0
     for block in whole_rows(chunks, row * (target.head_rows or 1)):
         check_finite(entry, block)
-        planned = zlib.crc32(block, planned)
+        planned_crc = zlib.crc32(block, planned_crc)
         rows = torch.frombuffer(block, dtype=DTYPES[entry.dtype]).view(-1, columns)
         if target.format in DTYPES:
             rows = _rounded(rows, entry.name, target.format)
-            stored = zlib.crc32(_bytes(rows), stored)
+            stored_crc = zlib.crc32(tensor_bytes(rows), stored_crc)
         if target.head_rows is not None:
             rows = interleaved(rows, target.head_rows)
-        yield _bytes(rows if target.format in DTYPES else _quantised(rows, entry.name, target.format))
-    digests.planned[entry.name] = f"{planned:08x}"
+        yield tensor_bytes(rows if target.format in DTYPES else _quantised(rows, entry.name, target.format))
+    planned[entry.name] = f"{planned_crc:08x}"
     if target.format in DTYPES:
-        digests.stored[entry.name] = f"{stored:08x}"
+        stored[entry.name] = f"{stored_crc:08x}"
 
 
 def _rounded(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
@@ -208,7 +204,3 @@ def _quantised(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
     if rows.abs().max() > _MAX_SCALE:
         raise ConversionError(f"tensor {name} overflows in {form}: use --type bf16 or f32")
     return torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[form]))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -60,6 +60,11 @@ class Entry:
         return self.dtype if dtype is None or self.is_integer or self.name.endswith(EXPERT_BIAS) else dtype
 
 
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, row-major; a contiguous tensor is not copied."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def shard_names(entries: Mapping[str, Entry], maximum: int) -> dict[str, list[str]]:
     """Group tensors into shards of at most `maximum` bytes; return file name -> tensor names."""
     return split_state_dict_into_shards_factory(

@@ -20,7 +20,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,11 +270,13 @@ def check_free(work: Path, target: Path, needed: int) -> None:
         )
 
 
-def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target that equals, contains or lies inside the source."""
-    origin, resolved = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
-    if origin == resolved or origin in resolved.parents or resolved in origin.parents:
-        raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
+def check_apart(sources: Iterable[Path], target: Path) -> None:
+    """Refuse a target that equals, contains or lies inside one of the source's paths."""
+    resolved = Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
+    for source in sources:
+        origin = source.resolve()
+        if origin == resolved or origin in resolved.parents or resolved in origin.parents:
+            raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
 
 
 def _gigabytes(size: int) -> str:

@@ -19,7 +19,7 @@ from crosshead.common.file_bytes import CHUNK, chunks_at, open_regular_file, rea
 from ..architectures.families import Shapes
 from ..compress.layer_rewrites import Tensors
 from ..sources.safetensors_store import INDEX, LENGTH_BYTES, METADATA
-from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry
+from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry, tensor_bytes
 
 Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
 """Entry of a tensor, and a function that yields chunks of whole elements; each is valid until the next one."""
@@ -105,7 +105,7 @@ def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) 
 
 def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, row-major, in chunks that share its memory."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    raw = tensor_bytes(tensor.detach().cpu())
     for start in range(0, len(raw), CHUNK):
         yield raw[start : start + CHUNK]
 

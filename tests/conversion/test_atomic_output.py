@@ -104,5 +104,5 @@ def test_target_overlapping_source_is_refused(tmp_path):
     targets += [tmp_path / "elsewhere" / ".." / "source", tmp_path / "away" / ".." / "source"]
     for target in targets:
         with pytest.raises(ConversionError, match=re.escape(str(source))):
-            check_apart(source, target)
-    check_apart(source, tmp_path / "source2")
+            check_apart([source], target)
+    check_apart([source], tmp_path / "source2")
