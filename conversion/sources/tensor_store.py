@@ -110,5 +110,6 @@ def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entr
 
 
 def stored_dtype(store: TensorStore) -> torch.dtype:
-    """Return the dtype of the largest tensor."""
-    return DTYPES[max(store.entries.values(), key=lambda entry: entry.size).dtype]
+    """Return the dtype of the largest tensor that contains no integers."""
+    weights = [entry for entry in store.entries.values() if not entry.is_integer]
+    return DTYPES[max(weights, key=lambda entry: entry.size).dtype]

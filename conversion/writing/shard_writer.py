@@ -169,5 +169,10 @@ def write_streamed(path: Path, expected: Shapes, groups: Iterable[Tensors], meta
                 for chunk in tensor_chunks(tensor):
                     file.write(chunk)
         header[METADATA] = dict(metadata)
+        text = json.dumps(header).encode()
+        if len(text) > reserved:
+            raise ConversionError(
+                f"{path} needs {len(text)} bytes for its header, but {reserved} are reserved; please report this"
+            )
         file.seek(0)
-        file.write(reserved.to_bytes(LENGTH_BYTES, "little") + json.dumps(header).encode().ljust(reserved))
+        file.write(reserved.to_bytes(LENGTH_BYTES, "little") + text.ljust(reserved))

@@ -5,7 +5,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from crosshead.conversion.writing.shard_writer import write_streamed
+from crosshead.common.errors import ConversionError
+from crosshead.conversion.writing.shard_writer import MAX_METADATA, write_streamed
 
 GROUPS = [
     {"0.gram": torch.rand(2, 3, 5, dtype=torch.float64), "0.change": torch.rand(4, 6)},
@@ -34,5 +35,13 @@ def test_error_while_streaming_leaves_unreadable_file(tmp_path):
 
     with pytest.raises(RuntimeError, match="killed"):
         write_streamed(path, dict.fromkeys(GROUPS[0], ()), groups(), {})
+    with pytest.raises(Exception, match="header"):
+        load_file(path)
+
+
+def test_header_larger_than_its_reserved_space_is_refused(tmp_path):
+    path = tmp_path / "grown.safetensors"
+    with pytest.raises(ConversionError, match=r"grown\.safetensors needs \d+ bytes .* reserved"):
+        write_streamed(path, {"a": (2,)}, [{"a": torch.ones(2)}], {"made_for": "x" * 2 * MAX_METADATA})
     with pytest.raises(Exception, match="header"):
         load_file(path)

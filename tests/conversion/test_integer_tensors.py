@@ -4,7 +4,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import crosshead
-from crosshead.conversion.sources.safetensors_store import WEIGHTS
+from crosshead.conversion.sources.safetensors_store import WEIGHTS, SafetensorsStore
+from crosshead.conversion.sources.tensor_store import stored_dtype
 from toy_checkpoints import write_stock
 
 BUFFERS = {
@@ -31,3 +32,9 @@ def test_integer_buffers_are_unchanged_by_convert_and_fold(tmp_path):
     assert report["verification"]["reload"]["tensors"]["unexpected"] == 0
     crosshead.fold(tmp_path / "made", tmp_path / "back")
     assert_same_buffers(tmp_path / "back")
+
+
+def test_stored_dtype_is_that_of_the_largest_tensor_without_integers(tmp_path):
+    tensors = {"small": torch.ones(3), "large": torch.ones(9).half(), "ids": torch.arange(100)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert stored_dtype(SafetensorsStore(tmp_path)) == torch.float16
