@@ -136,21 +136,21 @@ class SafetensorsStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = folder, [folder]
-        self._headers = _read_headers(folder)
         self.entries: dict[str, Entry] = {}
         self.shards: dict[str, list[str]] = {}
-        self._files: dict[str, str] = {}
-        self._stored_names: dict[str, str] = {}
-        for file, header in self._headers.items():
+        self._locations: dict[str, tuple[Path, int]] = {}
+        lines = []
+        for file, header in _read_headers(folder).items():
             names = {_modern(name): name for name in header.entries}
             self.entries |= {name: replace(header.entries[stored], name=name) for name, stored in names.items()}
             self.shards[file] = list(names)
-            self._files |= dict.fromkeys(names, file)
-            self._stored_names |= names
+            self._locations |= {name: (folder / file, header.starts[stored]) for name, stored in names.items()}
+            lines.append(f"{file} {header.fingerprint}\n")
+        self._fingerprint = hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in its stored dtype, in memory of its own."""
-        entry, (path, start) = self.entries[name], self._location(name)
+        entry, (path, start) = self.entries[name], self._locations[name]
         raw = torch.empty(entry.size, dtype=torch.uint8)
         with open_regular_file(path) as (descriptor, _):
             fill(raw.numpy().data, descriptor, path, start)
@@ -158,17 +158,12 @@ class SafetensorsStore:
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """Return an iterator over the bytes of one tensor in chunks; each is valid until the next is requested."""
-        path, start = self._location(name)
+        path, start = self._locations[name]
         return chunks_at(path, start, self.entries[name].size)
 
     def fingerprint(self) -> str:
         """Return a cheap fingerprint of the weights: a hash of names, sizes, modification times and headers."""
-        lines = [f"{file} {header.fingerprint}\n" for file, header in self._headers.items()]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    def _location(self, name: str) -> tuple[Path, int]:
-        file = self._files[name]
-        return self.folder / file, self._headers[file].starts[self._stored_names[name]]
+        return self._fingerprint
 
 
 def _modern(name: str) -> str:
