@@ -149,34 +149,33 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
     dropped = check_source(source.store, tensor_shapes(stock, source.store.entries), tied_tensors(stock))
-    request = read_request(mixers, _mixed_config(source.config, {"mixers": {}}))
-    if not any(part.mixers for part in request.by_part) and options.vocab_size is None:
+    mixer_request = read_request(mixers, _mixed_config(source.config, {"mixers": {}}))
+    if not any(part.mixers for part in mixer_request.by_part) and options.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
     device, chooses = options.device or "cpu", (options.budget, options.active) != (None, None)
-    check_limits(RequestedConversion(stock, request, options))
-    check_auto(request, options.budget, options.active)
+    check_limits(RequestedConversion(stock, mixer_request, options))
+    check_auto(mixer_request, options.budget, options.active)
     if options.active is not None:
-        all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
-        request = replace(request, mixers=request.mixers | {"mixture": all_heads})
-    target = _target_config(source.config, stock, request, options)
+        all_heads = mixer_request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
+        mixer_request = replace(mixer_request, mixers=mixer_request.mixers | {"mixture": all_heads})
+    target = _target_config(source.config, stock, mixer_request, options)
     is_neutral = starts_neutral(target, options.allow_inexact) and not chooses
     text = calibration_input(options.calibration, source)
-    auto = (
-        AutoLayers(options.budget, options.active, source, stock, target, request, text, device) if chooses else None
-    )
-    layers = layer_requests(target, request)
+    layers = layer_requests(target, mixer_request)
     kinds = needed_observations(layers, chooses=options.budget is not None)
-    check_limits(RequestedConversion(stock, request, options, kinds))
-    runs_source = bool(kinds) or auto is not None
+    check_limits(RequestedConversion(stock, mixer_request, options, kinds))
+    runs_source = bool(kinds) or chooses
     _check_calibration(options, text, bool(kinds), runs_source)
-    if auto is not None:
+    auto = None
+    if chooses:
+        auto = AutoLayers(options.budget, options.active, source, stock, target, mixer_request, text, device)
         auto.check()
     observers = Observers(
         kinds,
         target.layouts(),
         [layer.active_heads for layer in layers],
         bool(family_of(stock).qkv_bias(stock)),
-        [] if auto is not None else candidate_counts(layers, request),
+        [] if chooses else candidate_counts(layers, mixer_request),
         [layer.routing for layer in layers],
     )
     _check_saved(options.save_calibration, observers)
@@ -189,7 +188,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         command="convert",
         source=source,
         source_config=stock,
-        options=options.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
+        options=options.recorded() | {"mixers": recorded, "choices": mixer_request.choices, "calibration": described},
         minimum_bytes=minimum_size(stock, source.store, dropped, options.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
@@ -197,7 +196,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         device=device,
         user_options=options,
         target=target,
-        mixers=request,
+        mixers=mixer_request,
         text=text,
         observers=observers,
         auto=auto,
@@ -245,8 +244,8 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
         raise ConversionError(one_line(error)) from None
 
 
-def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, options: Options) -> Any:
-    changes: dict[str, Any] = {"mixers": request.mixers, **doubled_heads(request.mixers, stock)}
+def _target_config(content: Mapping[str, Any], stock: Any, mixer_request: MixerRequest, options: Options) -> Any:
+    changes: dict[str, Any] = {"mixers": mixer_request.mixers, **doubled_heads(mixer_request.mixers, stock)}
     if options.vocab_size is not None:
         check_vocabulary(options.vocab_size, stock.vocab_size)
         changes["vocab_size"] = options.vocab_size
