@@ -31,7 +31,7 @@ from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_streamed
 from .head_statistics import HeadStatistics, fast_products, full_products
 from .streamed import stream
-from .streamed_model import StreamedModel, check_finite
+from .streamed_model import StreamedModel, check_hidden
 from .text import Text
 
 FINGERPRINT = "fingerprint"
@@ -228,7 +228,7 @@ def _step(model: StreamedModel, module: nn.Module, hidden: torch.Tensor) -> None
     """Replace hidden states, in place, by a layer's outputs."""
     with fast_products():
         model.step(module, hidden)
-    check_finite(hidden)
+    check_hidden(hidden)
 
 
 def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None, heads: int) -> Tensors:

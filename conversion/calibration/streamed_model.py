@@ -167,7 +167,7 @@ class StreamedModel:
         return self._store.read(name)
 
 
-def check_finite(hidden: torch.Tensor) -> None:
+def check_hidden(hidden: torch.Tensor) -> None:
     """Raise `ConversionError` if hidden states are not finite, as those of a damaged checkpoint."""
     if not hidden.isfinite().all():
         raise ConversionError("the source computes nan or inf on the calibration text: its checkpoint is damaged")

@@ -23,7 +23,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..architectures.attention_names import attention_names
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
-from ..calibration.streamed_model import StreamedModel, check_finite
+from ..calibration.streamed_model import StreamedModel, check_hidden
 from ..sources.tensor_store import TensorStore
 from .component_heads import ComponentHeads
 from .fitted_router import Routing, fit_output, fit_scores, recorded, routed
@@ -135,7 +135,7 @@ def measure_losses(
             with context:
                 model.step(module, states, batch_size)
         model.step(module, hidden, batch_size)
-        check_finite(hidden)
+        check_hidden(hidden)
         advance(layer + 1, model.config.num_hidden_layers)
     losses = dict.fromkeys(trial_states, 0.0)
     with model.head() as head:

@@ -57,7 +57,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """RoPE parameters of all Llama 3.1, 3.2 and 3.3 models, which differ only in `factor`."""
 
 
-def architecture_of(file: GgufFile) -> Architecture:
+def read_architecture(file: GgufFile) -> Architecture:
     """Return the stock model family of a GGUF file; `ConversionError` for an unknown architecture."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -70,7 +70,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
     """Return the content of config.json; `rope_factors` are the file's divisors of RoPE frequencies, if any."""
-    architecture = architecture_of(file)
+    architecture = read_architecture(file)
     metadata = _ModelMetadata(file)
     metadata.check_known()
     for required in (EMBEDDING, "output_norm.weight"):

@@ -15,7 +15,7 @@ from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError, one_line
 
 from ..sources.tensor_store import DTYPES, Entry, shard_names, tensor_bytes
-from .config import architecture_of, stock_config
+from .config import read_architecture, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
 from .tokenizer import SPACE, correct_tokens, further_templates, pre_tokeniser
@@ -84,7 +84,7 @@ class GgufStore:
 
     def _head_rows(self, name: str, source: GgufTensor) -> int | None:
         key = head_count_key(name)
-        if key is None or not architecture_of(self.file).interleaved:
+        if key is None or not read_architecture(self.file).interleaved:
             return None
         heads, size = self.config[key], self.config["head_dim"]
         if source.shape[0] != heads * size or size % 2:
