@@ -12,8 +12,6 @@ from ..architectures.attention_names import AttentionNames
 from ..architectures.families import PREFIX, family_of, stored_names
 from .streamed_model import StreamedModel
 
-Hook = Callable[..., Any]
-
 
 class AttentionView:
     """Adapter that gives an encoder's stock attention the interface of a decoder's: parameter names, input hooks."""
@@ -31,7 +29,7 @@ class AttentionView:
         """Return a parameter by its name in decoders."""
         return self._module.get_parameter(self._names.stored(part))
 
-    def register_forward_pre_hook(self, hook: Hook, with_kwargs: bool = True) -> RemovableHandle:
+    def register_forward_pre_hook(self, hook: Callable[..., Any], with_kwargs: bool = True) -> RemovableHandle:
         """Register a hook that gets the hidden states as a keyword argument, as in decoders."""
         return self._reader.register_forward_pre_hook(
             lambda module, args: hook(module, (), {"hidden_states": args[0]})

@@ -79,8 +79,7 @@ def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int,
     """Return token ids (count, length) of disjoint windows, evenly spaced over the text; fewer for a short text.
 
     Each window begins with the tokenizer's start tokens, as in the model's training, and ends with its end tokens if
-    it is `closed`. A text that is too short for one window gives one shorter window. `vocabulary` is the size of the
-    model's vocabulary.
+    it is `closed`. A text that is too short for one window gives one shorter window.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
     tokens = torch.tensor(tokenizer(excerpt, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)

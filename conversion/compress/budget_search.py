@@ -44,12 +44,8 @@ Trial = tuple[int, str, int]
 """(Layer, side, number of heads)."""
 LayerTrial = tuple[str, int, AbstractContextManager[None]]
 """(Side, number of heads, context in which the layer's module has this number of heads)."""
-KeyValueCounts = tuple[int, int]
-"""(Component heads of keys, component heads of values) in a layer."""
 Losses = dict[Trial, float]
 """Trial -> mean loss over windows."""
-LossFunction = Callable[[int, torch.Tensor, torch.Tensor], float]
-"""Function (window index, source logits, trial logits) -> loss of a trial; logits are (T / STRIDE, vocabulary)."""
 
 
 def counts_to_try(heads: int, groups: int = 1) -> list[int]:
@@ -122,9 +118,12 @@ def measure_losses(
     trials: Sequence[ComponentTrials | ActiveTrials],
     tokens: torch.Tensor,
     advance: Advance,
-    loss: LossFunction = divergence,
+    loss: Callable[[int, torch.Tensor, torch.Tensor], float] = divergence,
 ) -> Losses:
-    """Return the loss of each trial, averaged over windows of tokens (B, T)."""
+    """Return the loss of each trial, averaged over windows of tokens (B, T).
+
+    `loss` is a function of window index, source logits and trial logits, both (T / STRIDE, vocabulary).
+    """
     hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
     trial_states: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
@@ -217,7 +216,7 @@ def _cheapest(
     return price, loss, picks
 
 
-def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, KeyValueCounts]]:
+def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, tuple[int, int]]]:
     """Return (cached numbers per token, loss, component counts) for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
     side_losses = {

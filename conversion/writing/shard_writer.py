@@ -21,9 +21,6 @@ from ..compress.layer_rewrites import Tensors
 from ..sources.safetensors_store import INDEX, LENGTH_BYTES, METADATA
 from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry, tensor_bytes
 
-Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
-"""Entry of a tensor, and a function that yields chunks of whole elements; each is valid until the next one."""
-
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries in the order of a file: as given, but larger item sizes first."""
@@ -47,8 +44,11 @@ def shard_size(entries: Sequence[Entry]) -> int:
     return len(shard_header(entries)) + sum(entry.size for entry in entries)
 
 
-def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
-    """Write one file and return tensor name -> CRC-32; NaN and infinity are errors."""
+def write_shard(path: Path, items: Sequence[tuple[Entry, Callable[[], Iterable[memoryview]]]]) -> dict[str, str]:
+    """Write one file and return tensor name -> CRC-32; NaN and infinity are errors.
+
+    An item is a tensor's entry, and a function that yields chunks of whole elements; each is valid until the next one.
+    """
     producers = {entry.name: chunks for entry, chunks in items}
     entries = file_order(entry for entry, _ in items)
     with path.open("wb") as file:
