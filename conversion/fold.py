@@ -103,7 +103,7 @@ class FoldRequest(Request):
 
 def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     """Check that the source can be folded, plan every tensor, and return the request."""
-    config = read_config(source.config, "crosshead", source.origin["name"])
+    config = read_config(source.config, "crosshead", source.label)
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
     fields["model_type"] = config.model_type.removeprefix(PREFIX)
     if keep_cache and family_of(config).is_encoder:
@@ -138,7 +138,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
 
 def copied(source: Source) -> FoldRequest:
     """Return a request that copies a stock model, for its export to GGUF."""
-    stock = read_config(source.config, "stock", source.origin["name"])
+    stock = read_config(source.config, "stock", source.label)
     shapes = tensor_shapes(stock, source.store.entries)
     dropped = check_source(source.store, shapes, tied_tensors(stock))
     plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))

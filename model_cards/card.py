@@ -34,7 +34,8 @@ def card_text(facts: Facts) -> str:
     unknown = next((name for name in facts.mixers if name not in MECHANISMS), None)
     if unknown is not None:
         raise CardError(
-            f"{facts.name} has the mechanism {unknown!r}, which this crosshead does not know: update crosshead"
+            f"{facts.name} has the mechanism {unknown!r}, which model_cards/papers.py does not describe: update "
+            "crosshead, or add your mechanism there"
         )
     parts = chain(*(part(facts) for part in (opening, changes, cost, results, provenance, usage, limits, citation)))
     text = f"---\n{card_metadata(facts).to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"

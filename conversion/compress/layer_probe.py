@@ -42,6 +42,8 @@ from .head_groups import Counts
 
 BUDGETS = [percent / 100 for percent in range(5, 100, 5)]
 """Budgets as fractions of the source's KV cache, or of all heads."""
+LENGTH = 512
+"""Tokens per window, if the context of the model is not shorter."""
 
 
 @default_torch_state()
@@ -92,7 +94,7 @@ def _measured(
     method: str = "aligned",
     calibration: Path | None = None,
     text: Path | None = None,
-    length: int = 512,
+    length: int | None = None,
     count: int = 1,
     device: str = "cpu",
     progress: Progress = silent,
@@ -101,12 +103,12 @@ def _measured(
     _check_method(method, active, calibration)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
-        stock = _checked_config(checkpoint, length, active)
+        stock, length = _checked_config(checkpoint, length, active)
         if text is None:
             tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=TRIAL_DOCUMENTATION)
         else:
-            content = read_text(text, ConversionError)
-            tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
+            prose = read_text(text, ConversionError)
+            tokens = windows(load_tokenizer(checkpoint), prose, length, count, stock.vocab_size)
         config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
         config.dtype = config.dtype or stored_dtype(checkpoint.store)
         layouts = config.layouts()
@@ -155,9 +157,9 @@ def _check_method(method: str, active: bool, calibration: Path | None) -> None:
         raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
 
 
-def _checked_config(checkpoint: Source, length: int, active: bool) -> Any:
-    """Return the config; `ConversionError` unless it is a causal language model whose heads can be reduced."""
-    name = checkpoint.origin["name"]
+def _checked_config(checkpoint: Source, length: int | None, active: bool) -> tuple[Any, int]:
+    """Return the config and the tokens per window; `ConversionError` unless it is a decoder with heads to reduce."""
+    name = checkpoint.label
     stock = read_config(checkpoint.config, "stock", name)
     if family_of(stock).is_encoder:
         raise ConversionError(f"{name} is not a causal language model, whose loss is measured: give one")
@@ -170,9 +172,11 @@ def _checked_config(checkpoint: Source, length: int, active: bool) -> Any:
         raise ConversionError(f"{name} has one head, which is always active")
     if not active and stock.num_key_value_heads < 2:
         raise ConversionError(f"{name} has one KV head, which cannot be compressed")
-    if length > (maximum := stock.max_position_embeddings):
-        raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
-    return stock
+    if length is not None and length > stock.max_position_embeddings:
+        raise ConversionError(
+            f"--length {length} is more than the context of {name}: use at most {stock.max_position_embeddings}"
+        )
+    return stock, length or min(LENGTH, stock.max_position_embeddings)
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:

@@ -63,6 +63,11 @@ class Source:
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor of a GGUF file that is not in `store` -> the reason."""
 
+    @property
+    def label(self) -> str:
+        """Name for messages: the user's path to a local source, or the name on the Hub."""
+        return self.origin["name"] if self.origin["kind"] == "hub" else str(self.store.paths[0])
+
 
 def open_source(
     source: str | Path, revision: str | None = None, *, scratch: Path, further_files: Sequence[str] = ()

@@ -101,7 +101,9 @@ def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entr
     """Return the entry of a tensor; `ConversionError` if it is missing or does not have the `shape` of the config."""
     entry = store.entries.get(name)
     if entry is None:
-        raise ConversionError(f"the tensor {name} is missing: the config requires it with the shape {list(shape)}")
+        message = f"the tensor {name} is missing: the config requires it with the shape {list(shape)}"
+        is_head = name == "lm_head.weight"
+        raise ConversionError(message + "; a model of another task, such as a classifier, has none" * is_head)
     if entry.shape != shape:
         raise ConversionError(
             f"the tensor {name} has the shape {list(entry.shape)}, but the config requires {list(shape)}"

@@ -74,7 +74,7 @@ def read_sample(source: Source, text: Path | None) -> Sample:
 
     For a model that reads images, return the images of a folder, or by default random pixel values.
     """
-    config = read_config(source.config, kind_of(source.config), source.origin["name"])
+    config = read_config(source.config, kind_of(source.config), source.label)
     if family_of(config).reads_images:
         if text is None:
             return Sample(random_pixels(config, IMAGES), RANDOM_NAME)
@@ -211,7 +211,7 @@ def refuse_foreign_code(model: Source) -> None:
 
 def checked_model(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """Return the config of a checkpoint and its tensor counts; `ConversionError` if tensors do not fit the config."""
-    config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
+    config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.label)
     shapes = tensor_shapes(config, checkpoint.store.entries)
     check_source(checkpoint.store, shapes, tied_tensors(config))
     return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}

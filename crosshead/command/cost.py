@@ -21,8 +21,8 @@ def cost(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Number of tokens, for T5 of source and target each. Default: 4096, or the context of an encoder or "
-            "T5 if that is shorter; for an image or latent its number of tokens."
+            help="Number of tokens, for T5 of source and target each. Default: 4096, or the context of the model if "
+            "that is shorter; for an image or latent its number of tokens."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
@@ -36,14 +36,11 @@ def cost(
     """
     import json
 
-    from crosshead.evals.cost.model import LENGTH, usual_length
+    from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_lines, cost_report
 
     config = _config(model, mixer or [], revision)
-    if length is None:
-        is_decoder = "AutoModelForCausalLM" in getattr(config, "auto_classes", {})
-        length = LENGTH if is_decoder else usual_length(config)
-    report = {"model": model} | cost_report(config, length)
+    report = {"model": model} | cost_report(config, usual_length(config) if length is None else length)
     print(json.dumps(report, indent=2) if as_json else "\n".join(cost_lines(report)))
 
 

@@ -20,7 +20,10 @@ TextFile = Annotated[
     Path | None, typer.Option(help="Text file to measure on. Default: a text shipped with crosshead.")
 ]
 Windows = Annotated[int, typer.Option(min=1, help="Number of windows taken from the text.")]
-Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
+Length = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens per window. Default: 512, or the context of the model if that is shorter."),
+]
 Source = Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")]
 Calibration = Annotated[Path | None, typer.Option(help="Calibration data or saved calibration, as for `convert`.")]
 Method = Annotated[str, typer.Option(help="Compression method: aligned or svd.")]
@@ -35,7 +38,7 @@ def heads(
     draws: Annotated[int, typer.Option(min=1, help="Random draws for each number of masked heads.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     windows: Windows = 4,
-    length: Length = 512,
+    length: Length = None,
     out: Out = Path("heads.json"),
     overwrite: Overwrite = False,
 ) -> None:
@@ -49,6 +52,7 @@ def heads(
 
     _check_out(out, overwrite)
     subjects = [_opened(name, length) for name in models]
+    length = length or min(512, *(model.config.max_position_embeddings for model in subjects))
     with progress() as show:
         reports = {model.name: _masked(model, text, (windows, length), draws, seed, show) for model in subjects}
     report = {"draws": draws, "seed": seed, "windows": windows, "length": length, "models": reports}
@@ -63,7 +67,7 @@ def layers(
     method: Method = "aligned",
     revision: Revision = None,
     windows: Windows = 1,
-    length: Length = 512,
+    length: Length = None,
     out: Out = Path("layers.json"),
     overwrite: Overwrite = False,
 ) -> None:
@@ -96,7 +100,7 @@ def budget(
     method: Method = "aligned",
     revision: Revision = None,
     windows: Windows = 4,
-    length: Length = 512,
+    length: Length = None,
     out: Out = Path("budget.json"),
     overwrite: Overwrite = False,
 ) -> None:
@@ -118,14 +122,14 @@ def budget(
     _write(out, report, budget_lines(report), (part, "expected KL divergence, nats per token"))
 
 
-def _opened(name: str, length: int) -> Any:
+def _opened(name: str, length: int | None) -> Any:
     """Open a model and check that heads can be masked on windows of this length."""
     from crosshead.evals.open_model import check_backbone, open_model
 
     opened = open_model(name)
     check_backbone(opened)
     context = opened.config.max_position_embeddings
-    if length > context:
+    if length is not None and length > context:
         raise ValueError(f"--length {length} exceeds the context of {name}: use at most {context}")
     return opened
 

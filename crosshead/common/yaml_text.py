@@ -42,7 +42,8 @@ def read_yaml(path: Path, name: str, error_type: type[ValueError]) -> Any:
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise error_type(f"{name} cannot be read: {one_line(error)}") from None
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise error_type(f"{name} cannot be read: {reason}") from None
     except ValueError as error:
         raise error_type(f"{name} is {error}") from None
 

@@ -13,10 +13,11 @@ import torch
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.span_corruption import corrupted
+from crosshead.modeling.model import IGNORED_LABEL
 
 from ..schema.objectives import MaskedTokens, Spans
 from .tokenising import check_vocabulary
-from .training_data import NOT_PREDICTED, Sample
+from .training_data import Sample
 
 MASKED, REPLACED = 0.8, 0.1
 """Fractions of the predicted tokens that are masked, and replaced by a random token; the others are unchanged."""
@@ -90,7 +91,7 @@ class TokenMasking(Corruption):
             candidates = np.arange(len(self.begin), len(tokens) - len(self.end))
         count = max(1, round(self.share * len(candidates)))
         chosen = draws.choice(candidates, count, replace=False)
-        labels = np.full_like(tokens, NOT_PREDICTED)
+        labels = np.full_like(tokens, IGNORED_LABEL)
         labels[chosen] = tokens[chosen]
         kind, inputs = draws.random(count), tokens.copy()
         replacements = draws.choice(self.ordinary, count)

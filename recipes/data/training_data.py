@@ -21,14 +21,12 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress, silent
+from crosshead.modeling.model import IGNORED_LABEL
 
 from ..schema.sections import DataOptions, DataSource
 from .sampling_order import SampleOrder
 from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
-
-NOT_PREDICTED = -100
-"""Label of a token that has no loss."""
 
 Sample = dict[str, torch.Tensor]
 
@@ -46,10 +44,10 @@ class Windows(Dataset[Sample]):
         begin = range(len(self))[index] * self._length
         tokens = torch.from_numpy(self._stream.tokens[begin : begin + self._length].astype(np.int64))
         sample = {"input_ids": tokens, "labels": tokens.clone()}
-        sample["labels"][0] = NOT_PREDICTED
+        sample["labels"][0] = IGNORED_LABEL
         if self._separate:
             starts = self._starts(begin)
-            sample["labels"][starts] = NOT_PREDICTED
+            sample["labels"][starts] = IGNORED_LABEL
             sizes = np.diff(starts, append=self._length)
             sample["position_ids"] = torch.from_numpy(np.arange(self._length) - np.repeat(starts, sizes))
         return sample

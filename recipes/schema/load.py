@@ -23,8 +23,10 @@ EXPECTED = {
     "dataclass_type": "input should be a mapping, one `key: value` a line",
     "dict_type": "input should be a mapping, one `key: value` a line",
     "tuple_type": "input should be a list, as in [a, b]",
+    "too_short": "input should have at least {min_length} entries",
+    "too_long": "input should have at most {max_length} entries",
 }
-"""pydantic error type -> message in YAML terms, where pydantic's own message uses Python terms."""
+"""pydantic error type -> message in YAML terms, where pydantic's own message uses Python terms; with its fields."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -76,7 +78,9 @@ def _message(errors: ValidationError) -> str:
         return f"{key}={error['input']!r:.100}: give a mapping with the key 'name', one of {', '.join(OBJECTIVES)}"
     if error["type"] == "missing":
         return f"{name} lacks the key {key!r}, which has no default"
-    expected = EXPECTED.get(error["type"], error["msg"][0].lower() + error["msg"][1:])
+    expected = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] in EXPECTED:
+        expected = EXPECTED[error["type"]].format(**error.get("ctx", {}))
     return f"{'.'.join([*section, key]) or 'the recipe'}={error['input']!r:.100}: {expected}"
 
 
@@ -115,4 +119,5 @@ def _index(content: Any, part: str, change: str) -> str | int:
         return part
     if isinstance(content, list) and part.isdecimal() and int(part) < len(content):
         return int(part)
-    raise RecipeError(f"--set {change!r}: there is no {part!r} in {content!r}")
+    allowed = f"an index from 0 to {len(content) - 1}" if isinstance(content, list) and content else "an existing key"
+    raise RecipeError(f"--set {change!r}: there is no {part!r} in {content!r:.100}; use {allowed}")

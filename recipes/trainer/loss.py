@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ..data.training_data import NOT_PREDICTED
+from crosshead.modeling.model import IGNORED_LABEL
+
 from ..schema.sections import Distillation
 from .load_balance import HeadRouting
 from .objective import Objective, count_predictions, next_labels
@@ -118,7 +119,7 @@ def _difference(
         )
         distance = _divergence(log_probs, teacher_log_probs) * temperature**2  # keeps the gradient's scale
     likelihood = plain.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return (distance + likelihood)[targets != NOT_PREDICTED].sum()
+    return (distance + likelihood)[targets != IGNORED_LABEL].sum()
 
 
 def _divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:

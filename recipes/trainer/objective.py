@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from crosshead.common.progress import Progress
+from crosshead.modeling.model import IGNORED_LABEL
 
-from ..data.training_data import NOT_PREDICTED, TrainingData
+from ..data.training_data import TrainingData
 from ..schema.recipe import Recipe
 from .load_balance import HeadRouting
 
@@ -38,13 +39,13 @@ class Predictions:
     @property
     def counts(self) -> torch.Tensor:
         """Number of predictions in each sequence (B)."""
-        return self._sums(self.labels != NOT_PREDICTED)
+        return self._sums(self.labels != IGNORED_LABEL)
 
     @property
     def losses(self) -> torch.Tensor:
         """Sum of the cross-entropies of the predictions in each sequence (B)."""
         logits, labels = self.logits.reshape(-1, self.logits.shape[-1]).float(), self.labels.reshape(-1)
-        losses = functional.cross_entropy(logits, labels, ignore_index=NOT_PREDICTED, reduction="none")
+        losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
         return self._sums(losses.view_as(self.labels))
 
     @property
@@ -133,9 +134,9 @@ class Objective(ABC):
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
     """Shift labels left by one: the target of each position (B, T); the last position has none."""
-    return functional.pad(labels[:, 1:], (0, 1), value=NOT_PREDICTED)
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def count_predictions(labels: torch.Tensor) -> torch.Tensor:
     """Return the number of predicted tokens in each sequence (B), given next-token labels (B, T)."""
-    return (labels[:, 1:] != NOT_PREDICTED).sum(1)
+    return (labels[:, 1:] != IGNORED_LABEL).sum(1)

@@ -77,6 +77,15 @@ def test_heads_probe_of_two_models(workdir, run_cli):
     assert points_per_line(workdir / "found.svg") == [4, 4]
 
 
+def test_windows_have_at_most_the_context_by_default(workdir, run_cli):
+    text = workdir / "long.txt"
+    text.write_text("A short context limits the windows. " * 200)
+    assert run_cli("heads", "one", "--draws", "1", "--text", text.name, "--windows", "1")[0] == 0
+    assert json.loads((workdir / "heads.json").read_text())["length"] == 128
+    assert run_cli("layers", "source", "--method", "svd", "--text", text.name)[0] == 0
+    assert json.loads((workdir / "layers.json").read_text())["tokens"] == 128
+
+
 @pytest.mark.parametrize("method", first(["svd", "aligned"]))
 def test_layers_probe_measures_each_layer(method, workdir, run_cli):
     status, _, err = run_cli("layers", "source", "--method", method, *SMALL, "--out", "found.json")
@@ -146,7 +155,7 @@ CASES = {
     "another method": (["layers", "source", "--method", "magic"], 1, "method='magic'"),
     "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129"),
     "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129"),
-    "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
+    "a mixed model": (["layers", "./two"], 1, "two has model_type='crosshead_llama'"),
     "one head for a budget": (["budget", "single", *SMALL], 1, "KV head"),
     "a method of other heads": (["budget", "source", "--active", "--method", "svd"], 1, "--method svd"),
     "a saved calibration": (

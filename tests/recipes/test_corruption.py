@@ -14,7 +14,7 @@ from crosshead.recipes.schema.objectives import MaskedTokens, Spans
 
 PAD, CLS, SEP, MASK, END = 0, 1, 2, 3, 4
 FIRST_WORD, VOCABULARY, SENTINELS = 5, 500, 100
-NOT_PREDICTED = -100
+IGNORED_LABEL = -100
 
 
 def tokenizer(**changes):
@@ -58,7 +58,7 @@ def test_masked_tokens_have_bert_shares():
     for sample, window in zip((corrupted[index] for index in range(400)), windows(400, 64), strict=True):
         inputs, labels = sample["input_ids"], sample["labels"]
         original = torch.cat([torch.tensor([CLS]), window["input_ids"], torch.tensor([SEP])])
-        chosen = labels != NOT_PREDICTED
+        chosen = labels != IGNORED_LABEL
         assert inputs.shape == labels.shape == (66,) and set(sample) == {"input_ids", "labels"}
         assert torch.equal(inputs[~chosen], original[~chosen]) and torch.equal(labels[chosen], original[chosen])
         assert not torch.isin(labels[chosen], torch.tensor([CLS, SEP])).any()
@@ -84,7 +84,7 @@ def test_window_of_special_tokens_still_masks_one_token():
 
 def test_mask_positions_are_uniform():
     corrupted = samples(masks(share=0.25), 2000)
-    counts = sum((corrupted[index]["labels"] != NOT_PREDICTED).float() for index in range(0, 2000, 2))
+    counts = sum((corrupted[index]["labels"] != IGNORED_LABEL).float() for index in range(0, 2000, 2))
     assert counts[0] == counts[-1] == 0
     assert (counts[1:-1] / 1000 - 0.25).abs().max() < 5 * (0.25 * 0.75 / 1000) ** 0.5
 
@@ -95,7 +95,7 @@ def test_segments_are_swapped_in_half_of_the_sequences():
     corrupted, labels, cuts = samples(corruption, 400), [], set()
     for sample, window in zip((corrupted[index] for index in range(400)), windows(400, 64), strict=True):
         inputs, text = sample["input_ids"].clone(), window["input_ids"]
-        chosen = sample["labels"] != NOT_PREDICTED
+        chosen = sample["labels"] != IGNORED_LABEL
         inputs[chosen] = sample["labels"][chosen]
         size = int((sample["token_type_ids"] == 0).sum()) - 2
         assert torch.equal(sample["token_type_ids"], torch.cat([torch.zeros(size + 2), torch.ones(65 - size)]).long())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosshead.recipes.data.training_data import NOT_PREDICTED
+from crosshead.modeling.model import IGNORED_LABEL
 from crosshead.recipes.trainer import loss as loss_module
 from crosshead.recipes.trainer.loss import (
     attention_errors,
@@ -27,7 +27,7 @@ def random_tensor(*shape, seed):
 
 def logits_labels_teacher():
     labels = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
-    labels[0, :3] = labels[1, 4] = labels[2, 1:] = NOT_PREDICTED
+    labels[0, :3] = labels[1, 4] = labels[2, 1:] = IGNORED_LABEL
     return random_tensor(3, 7, VOCABULARY, seed=2), labels, random_tensor(3, 7, VOCABULARY, seed=3)
 
 
@@ -37,7 +37,7 @@ def predicted_positions(labels):
         (row, position, int(labels[row, position + 1]))
         for row in range(labels.shape[0])
         for position in range(labels.shape[1] - 1)
-        if labels[row, position + 1] != NOT_PREDICTED
+        if labels[row, position + 1] != IGNORED_LABEL
     ]
 
 

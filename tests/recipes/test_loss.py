@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
-from crosshead.recipes.data.training_data import NOT_PREDICTED
+from crosshead.modeling.model import IGNORED_LABEL
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
@@ -29,7 +29,7 @@ def batch():
     """Return a batch of four sequences with different numbers of predicted tokens."""
     ids = tokens(4, 9)
     labels = ids.clone()
-    labels[:, 0] = labels[1, 5:] = labels[3, :7] = NOT_PREDICTED
+    labels[:, 0] = labels[1, 5:] = labels[3, :7] = IGNORED_LABEL
     return {"input_ids": ids, "labels": labels}
 
 
@@ -55,7 +55,7 @@ def expected_balance_loss(model, inputs):
     total = 0.0
     for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
         scores = model(ids[None], output_head_router_scores=True).head_router_scores
-        count = (labels[1:] != NOT_PREDICTED).sum()
+        count = (labels[1:] != IGNORED_LABEL).sum()
         total = total + balance_loss(scores, [1] * len(scores), None) * count / ITEMS
     return BALANCE_WEIGHT * total
 
@@ -74,7 +74,7 @@ def test_distillation_weight_splits_next_token_and_divergence():
     loss_fn, model = loss_and_model(ROUTED, weight=0.3, temperature=2.0)
     loss, outputs = loss_fn(model, batch(), ITEMS, 0)
     labels, teacher = batch()["labels"], stock_model("Llama")(batch()["input_ids"]).logits
-    keep = labels[:, 1:] != NOT_PREDICTED
+    keep = labels[:, 1:] != IGNORED_LABEL
     student, target = ((x[:, :-1][keep] / 2.0).log_softmax(-1) for x in (outputs["logits"], teacher))
     divergence = 4.0 * functional.kl_div(student, target, reduction="sum", log_target=True)
     expected = (0.7 * cross_entropy(outputs["logits"], labels) + 0.3 * divergence) / ITEMS + expected_balance_loss(
@@ -114,7 +114,7 @@ def test_attention_matching_precedes_distillation():
     with attention_states(teacher) as (_, targets), attention_states(model) as (_, outputs):
         teacher(ids)
         model(ids)
-    shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
+    shares = (batch()["labels"][:, 1:] != IGNORED_LABEL).sum(1) / ITEMS
     torch.testing.assert_close(losses[0], (attention_errors(outputs, targets) * shares).sum())
     assert losses[0] == losses[1] != losses[2]
     model.zero_grad()
@@ -140,7 +140,7 @@ def test_transfer_trains_each_attention_on_teacher_inputs(case):
         layer.self_attn(hidden_states=inputs, position_embeddings=tables, attention_mask=mask)[0]
         for layer, inputs in zip(model.model.layers, inputs_of_layers, strict=True)
     ]
-    shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
+    shares = (batch()["labels"][:, 1:] != IGNORED_LABEL).sum(1) / ITEMS
     torch.testing.assert_close(loss, (attention_errors(outputs, targets) * shares).sum())
     moved = {name for name, parameter in model.named_parameters() if parameter.grad.any()}
     assert moved and all(".self_attn." in name for name in moved)
@@ -171,7 +171,7 @@ def test_micro_batch_losses_of_mixture_of_experts_add_up(ours):
     model.train()
     loss_fn = TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), None, None)
     whole, outputs = loss_fn(model, batch(), ITEMS, 0)
-    share = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum() / ITEMS
+    share = (batch()["labels"][:, 1:] != IGNORED_LABEL).sum() / ITEMS
     expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS + 0.5 * outputs["aux_loss"] * share
     torch.testing.assert_close(whole, expected)
     alike = [{name: value[:1] for name, value in batch().items()}] * 4  # equal micro batches have equal balance losses
@@ -188,12 +188,12 @@ def test_evaluation_loss_is_next_token_only():
     for row, (loss, count) in enumerate(NextToken(RECIPE).evaluate(model, batch())["loss"]):
         own = batch()["labels"][row : row + 1]
         assert loss == pytest.approx(cross_entropy(logits[row : row + 1], own).item(), rel=1e-5)
-        assert count == (own[:, 1:] != NOT_PREDICTED).sum()
+        assert count == (own[:, 1:] != IGNORED_LABEL).sum()
 
 
 def test_micro_batch_without_predictions_has_zero_loss():
     loss_fn, model = loss_and_model(ROUTED, weight=0.3)
-    nothing = batch() | {"labels": torch.full((4, 9), NOT_PREDICTED)}
+    nothing = batch() | {"labels": torch.full((4, 9), IGNORED_LABEL)}
     assert loss_fn(model, nothing, ITEMS, 0)[0] == 0
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from crosshead.modeling.model import IGNORED_LABEL
 from crosshead.recipes.data.token_cache import TokenStream
 from crosshead.recipes.data.tokenising import TRAINING, TokenEncoder, write_tokens
-from crosshead.recipes.data.training_data import NOT_PREDICTED, Windows
+from crosshead.recipes.data.training_data import Windows
 from crosshead.recipes.schema.sections import DataSource
 from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words, write_jsonl
 from toy_training import KNOCKING, losses, toy_run, train
@@ -32,7 +33,7 @@ def reference_windows(texts, length):
         for index, token in enumerate(document):
             begins = index == 0 or len(entries) % length == 0
             position = 0 if begins else entries[-1][1] + 1
-            entries.append((token, position, NOT_PREDICTED if begins else token))
+            entries.append((token, position, IGNORED_LABEL if begins else token))
     return [entries[start : start + length] for start in range(0, len(entries) - length + 1, length)]
 
 
@@ -56,7 +57,7 @@ def test_windows_without_separate_documents(tmp_path):
         tokens = [token for token, _, _ in entries]
         assert set(sample) == {"input_ids", "labels"}
         assert sample["input_ids"].tolist() == tokens
-        assert sample["labels"].tolist() == [NOT_PREDICTED, *tokens[1:]]
+        assert sample["labels"].tolist() == [IGNORED_LABEL, *tokens[1:]]
 
 
 def test_index_beyond_last_window_raises(tmp_path):
@@ -99,7 +100,7 @@ def test_packed_batch_equals_documents_run_alone(tmp_path, case):
             assert (alone - logits[begin:end]).abs().max() < 1e-4
             losses.append(torch.nn.functional.cross_entropy(alone[:-1], ids[begin + 1 : end], reduction="none"))
     tokens = torch.cat(losses)
-    assert len(tokens) == (batch["labels"] != NOT_PREDICTED).sum()
+    assert len(tokens) == (batch["labels"] != IGNORED_LABEL).sum()
     balance = 0.0 if out.balance_loss is None else 0.01 * out.balance_loss
     assert abs(tokens.mean() + balance - out.loss) < 1e-5
 

@@ -135,7 +135,7 @@ BAD_VALUES = {
     "data.length=1": "data.length='1'",
     "data.held_out=1": "data.held_out='1'",
     "train.seed=": "train.seed=None",
-    "train.betas=[0.9, 0.9, 0.9]": "train.betas=['0.9', '0.9', '0.9']",
+    "train.betas=[0.9, 0.9, 0.9]": "train.betas=['0.9', '0.9', '0.9']: input should have at most 2 entries",
     "train.lora={rank: 4, alpha: 8, droput: 0}": "train.lora has no key 'droput': did you mean 'dropout'",
     "data.evaluation=[{path: a, colum: b}]": "data.evaluation.0 has no key 'colum': did you mean 'column'",
     "train.learning_rate=fast": "train.learning_rate='fast'",
@@ -146,7 +146,7 @@ BAD_VALUES = {
     "train.final_ratio=2": "train.final_ratio='2'",
     "train.checkpoint_activations=1": "train.checkpoint_activations=1",
     "train.trainable=mixer": "train.trainable='mixer'",
-    "train.betas=[0.9]": "train.betas=['0.9']",
+    "train.betas=[0.9]": "train.betas=['0.9']: input should have at least 2 entries",
     "train=hard": "train='hard'",
     "model.path=[a]": "model.path=['a']",
     "model.config=llama": "model.config='llama'",
@@ -201,7 +201,7 @@ BAD_CHANGES = {
     "train..seed=1": "key=value",
     "train.seed=[": "YAML",
     "output.folder=a": "'folder'",
-    "data.sources.1.path=a": "'1'",
+    "data.sources.1.path=a": "there is no '1' in [{'path': 'text.txt'}]; use an index from 0 to 0",
     "data.sources.first=a": "'first'",
 }
 
