@@ -192,6 +192,7 @@ def _layer_tensors(
     converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
     for layer, module in model.layers():
         attention: Any = model.attention(module)
+        # Run the source: record statistics, and the attention outputs that the fits reproduce. A router needs neither.
         observed = observers.of_layer(layer) if known is None else {}
         fitted_counts = observers.fitted_counts(layer)
         calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if fitted_counts]  # type: ignore[arg-type]
@@ -204,8 +205,8 @@ def _layer_tensors(
                 _step(model, module, hidden)
         tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
         tensors |= {} if known is None else known.layer(layer)
+        # Fit component heads, for each converted model with its own counts.
         compressed = [Tensors() for _ in converted]
-        heads = observers.layouts[layer].query_heads
         if fitted_counts:
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
             is_routed = observers.routing(layer) is not None
@@ -213,6 +214,8 @@ def _layer_tensors(
                 solve_layer(attention, statistics, *pair, is_routed) for pair in zip(calls, fitted_counts, strict=True)
             ]
             tensors["statistics"] = statistics.as_tensors()
+        # Run the converted models, with a fitted router if the layer has one.
+        heads = observers.layouts[layer].query_heads
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
                 tensors["router"] = _route(model, module, states, observers.routing(layer), heads)
