@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.atomic_write import write_atomically
-from crosshead.common.errors import CardError
+from crosshead.common.errors import CardError, EvalError
 from crosshead.common.model_location import TRAINING
 
 from .card import card_text
@@ -67,10 +67,12 @@ def write_zoo(entries: Sequence[Entry], target: Path) -> list[Path]:
                 (target / name).unlink(missing_ok=True)
         for folder in sorted({str(Path(name).parent) for name in pages}):
             (target / folder).mkdir(parents=True, exist_ok=True)
+        contents = {target / name: text for name, text in pages.items()}
+        write_atomically(contents)
     except OSError as error:
         raise CardError(f"{error.filename} cannot be written: {error.strerror}") from error
-    contents = {target / name: text for name, text in pages.items()}
-    write_atomically(contents)
+    except EvalError as error:
+        raise CardError(str(error)) from error
     return list(contents)
 
 

@@ -2,9 +2,8 @@
 
 import json
 import logging
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 
 from .data.training_data import TrainingData
+from .published_recipe import published_recipe
 from .schema.recipe import Recipe
 from .trainer import checkpoints
 from .trainer.callbacks import ReportProgress, StopOnSignal
@@ -33,12 +33,6 @@ from .trainer.training_arguments import training_arguments
 logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
-WORD = re.compile(r"""(?:'[^']*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$)|\\.|\S)+""", re.DOTALL)
-"""A word of a command in a shell, in which quoted or escaped spaces are allowed."""
-URL = r"\b(?!file:)[\w+.-]+://\w[^\s,;'\"()]*"
-"""A URL with a host, which is published as it is."""
-FOLDERS = re.compile(rf"({URL})|(?<![^\s=,:;@('\"<>|&{{\[`])(?:~[\w.-]*)?/(?:.*/)?([^/'\")]+)/?", re.DOTALL)
-"""A URL (group 1), or an absolute path or several of them, whose last component is group 2."""
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
 """Files of the result that may contain access tokens, which are removed."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
@@ -179,28 +173,3 @@ def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequ
             checkpoints.move_synced(partial_model, output / checkpoints.MODEL)
             shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-
-
-def published_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as a dictionary for publication: no folders of absolute paths.
-
-    A local copy of a Hub dataset becomes `./name`, so that it is not mistaken for a Hub id.
-    """
-    content = asdict(recipe)
-    for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
-        if source["kind"] == "hub" and (folder := Path(source["path"])).is_dir():
-            source["path"] = f"./{folder.name}"
-    return without_folders(content)
-
-
-def without_folders(value: Any, is_command: bool = False) -> Any:
-    """Replace absolute paths, also within commands, by their last component; recurses into dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: without_folders(part, key == "convert") for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_folders(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    if is_command:
-        return WORD.sub(lambda word: without_folders(word[0]), value)
-    return FOLDERS.sub(lambda match: match[1] or match[2], value)

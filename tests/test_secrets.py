@@ -8,8 +8,9 @@ import pytest
 import crosshead
 from command_chain import FILES, PLANTED, plant
 from crosshead.common.access_tokens import leave_out_tokens
+from crosshead.recipes.published_recipe import published_recipe, without_folders
 from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.train import published_recipe, train, without_folders
+from crosshead.recipes.train import train
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import load_model
 from toy_checkpoints import write_stock
@@ -84,15 +85,20 @@ COMMANDS = {
     "convert --files a,/data/alice/secret/b": "convert --files a,b",
     "convert --files=/data/alice/secret/b /data/alice/c/": "convert --files=b c",
     "/data/alice/bin/crosshead convert /data/alice/m out": "crosshead convert m out",
-    "convert '/data/alice smith/secret/m' out": "convert 'm' out",
-    'convert "/data/alice\'s models/secret/m" out': 'convert "m" out',
-    "convert /data/alice\\ smith/secret/my\\ m out": "convert my\\ m out",
-    "convert '/data/alice smith/secret/m": "convert 'm",
+    "convert '/data/alice smith/secret/m' out": "convert m out",
+    'convert "/data/alice\'s models/secret/m" out': "convert m out",
+    "convert /data/alice\\ smith/secret/my\\ m out": "convert 'my m' out",
+    "convert '/data/alice smith/secret/m": "convert m",
+    "convert /data/alice/clients/'my model' \"/data/alice\"/m out": "convert 'my model' m out",
+    'convert /data/alice/clients/"$M" $HOME/clients/m "${HOME}/clients/n"': "convert '$M' m n",
+    "convert -o/data/alice/m --text=~/clients/'a b.txt'": "convert -om '--text=a b.txt'",
+    "bash -c 'crosshead convert /data/alice/m /data/alice/out'": "bash -c 'crosshead convert out'",
     "convert file:///data/alice/m model@/data/alice/n calib:/data/alice/o": "convert file:m model@n calib:o",
+    "convert FILE://localhost/data/alice/m": "convert FILE:m",
     "(convert /data/alice/m) | tee `/data/alice/n` >/data/alice/o": "(convert m) | tee `n` >o",
     "convert ~/clients/acme/m ~alice/clients/n": "convert m n",
     "convert https://host/a/b org/model@main books/**/*.md ./a/b ../c/d": None,
-    "convert m \\\n  --mixers '{\"knocking\": {}}' \\\n  out": None,
+    "convert m \\\n  --mixers '{\"knocking\": {}}' \\\n  out && echo $DONE": None,
 }
 
 
@@ -106,12 +112,14 @@ def test_published_recipe_has_no_folders():
         "output": "/data/alice smith/x/runs/x/",
         "model": {"path": "org/model", "tokenizer": "/data/alice/my tokenizer"},
         "sources": [{"path": "/data/alice/books/**/*.md"}, {"path": "books/*/a.md"}, {"path": "file:///data/a b/c"}],
+        "labels": {0: "black / white", 1: "and/or"},
         "seed": 0,
     }
     assert without_folders(content) == {
         "output": "x",
         "model": {"path": "org/model", "tokenizer": "my tokenizer"},
         "sources": [{"path": "*.md"}, {"path": "books/*/a.md"}, {"path": "file:c"}],
+        "labels": {0: "black / white", 1: "and/or"},
         "seed": 0,
     }
 
@@ -119,4 +127,4 @@ def test_published_recipe_has_no_folders():
 def test_folders_below_home_are_left_out_of_published_recipe():
     changes = ["data.sources=[{path: ~/clients/acme/x}]", "data.cache=~/clients/acme/y"]
     published = published_recipe(load_recipe(KNOCKING, changes))
-    assert (published["data"]["sources"][0]["path"], published["data"]["cache"]) == ("x", "y")
+    assert published["data"]["sources"][0]["path"] == "x" and "cache" not in published["data"]

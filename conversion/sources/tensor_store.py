@@ -114,4 +114,6 @@ def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entr
 def stored_dtype(store: TensorStore) -> torch.dtype:
     """Return the dtype of the largest tensor that contains no integers."""
     weights = [entry for entry in store.entries.values() if not entry.is_integer]
+    if not weights:
+        raise ConversionError("the checkpoint has no weights: every tensor contains integers")
     return DTYPES[max(weights, key=lambda entry: entry.size).dtype]

@@ -51,15 +51,17 @@ def progress() -> Iterator["Progress"]:
 
     Hides the bars of transformers and, without a terminal, those of huggingface_hub.
     """
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    console, shows_downloads = Console(stderr=True), not are_progress_bars_disabled()
+    disable_progress_bar()  # also hides the bars of huggingface_hub
+    if console.is_terminal and shows_downloads:
+        enable_progress_bars()
+    else:
         disable_progress_bars()
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
     remaining = TimeRemainingColumn(elapsed_when_finished=True)

@@ -112,6 +112,20 @@ def test_wrong_number_of_bytes_is_refused(tmp_path, count, message):
         write_shard(tmp_path / WEIGHTS, [broken, *items(TENSORS)])
 
 
+def test_tensors_are_produced_in_file_order(tmp_path):
+    begun = []
+
+    def produce(name, tensor):
+        begun.append(name)
+        yield from tensor_chunks(tensor)
+        begun.append(name)
+
+    tensors = {str(name): torch.ones(CHUNK * (name % 3) // 4 + 1) for name in range(12)}
+    produced = [(entry, partial(produce, entry.name, tensors[entry.name])) for entry, _ in items(tensors)]
+    write_shard(tmp_path / WEIGHTS, produced)
+    assert begun == [name for name in tensors for _ in range(2)]
+
+
 def test_producer_error_is_raised(tmp_path):
     def fail():
         yield from tensor_chunks(torch.ones(2))
