@@ -59,6 +59,13 @@ LIMITS = (
         lambda request: any(part.mixers.get("differential", {}).get("half_values") for part in request.mixers.by_part),
     ),
     Limit(
+        "differential with version=2",
+        "it pairs query heads over one key/value head, and each query head has its own",
+        lambda request: any(
+            part.mixers.get("differential", {}).get("version") == 2 for part in request.mixers.by_part
+        ),
+    ),
+    Limit(
         "bilinear",
         "its matrices are products of projections without biases, which a T5 has: train it from scratch",
         lambda request: "bilinear" in request.mixers.mixers and not family_of(request.stock).stacks,

@@ -55,11 +55,6 @@ def doubled_heads(mixers: Mapping[str, Settings], config: Any) -> dict[str, Any]
             f"mixers.differential.layers={settings['layers']!r} is not allowed here: a config has one number of "
             "heads, which is doubled in all layers; omit it"
         )
-    if not hasattr(config, "num_key_value_heads"):
-        raise ConversionError(
-            f"differential with version=2: not for {config.model_type} models; it pairs query heads over one "
-            "key/value head, and each query head has its own"
-        )
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     return {
         "num_attention_heads": 2 * heads,

@@ -51,7 +51,10 @@ def publish(model: Path, repository: str, private: bool) -> None:
     if pushed.private and not private:
         typer.echo("the repository is private and stays so: change its visibility in its settings on the Hub")
     taken = tag(pushed, release())
-    typer.echo(f"tagged {release()}" if taken is None else f"the tag {release()} exists at {taken[:12]}: not changed")
+    if taken is None:
+        typer.echo(f"tagged {release()}")
+    else:
+        typer.echo(f"the tag {release()} stays at the commit {taken[:12]}: delete the tag and push again to move it")
 
 
 def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:

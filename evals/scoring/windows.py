@@ -69,7 +69,7 @@ class MaskedWindows(Windows):
         self.read(opened, path, limit, self.context - len(start) - len(end))
         mask = opened.tokenizer.mask_token_id
         if mask is None:
-            raise EvalError(f"the tokenizer of {opened.label} has no mask_token")
+            raise EvalError(f"the tokenizer of {opened.label} has no mask_token: set one in its tokenizer_config.json")
         check_tokens([mask, *start, *end], opened.config.vocab_size)
         generator = Generator().manual_seed(SEED)
         self.masked_positions, self.encoded = [], []

@@ -22,6 +22,7 @@ from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
 from image_toys import write_image_model
+from t5_toys import write_t5
 from tiers import grid
 
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -107,15 +108,16 @@ REQUESTS = {
     LIMITS[2].conversion: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
     LIMITS[3].conversion: ("Albert", {"mixture": {"active_heads": 3}}, {}),
     LIMITS[4].conversion: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
-    LIMITS[5].conversion: ("Bert", {"bilinear": {}}, {}),
-    LIMITS[6].conversion: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
+    LIMITS[5].conversion: ("T5", {"differential": {"version": 2}}, {}),
+    LIMITS[6].conversion: ("Bert", {"bilinear": {}}, {}),
+    LIMITS[7].conversion: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
 }
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.conversion)
 def test_unsupported_encoder_conversions_are_refused(limit, tmp_path):
     backbone, mixers, options = REQUESTS[limit.conversion]
-    write = write_image_model if backbone == "ViT" else write_encoder
+    write = {"ViT": write_image_model, "T5": lambda folder, _: write_t5(folder)}.get(backbone, write_encoder)
     source = write(tmp_path / "source", backbone)
     with pytest.raises(ConversionError) as caught:
         crosshead.convert(source, tmp_path / "made", mixers, **options)
