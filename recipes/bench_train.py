@@ -127,6 +127,7 @@ def _train_ours(recipe: Recipe, name: str, progress: Progress) -> None:
         outcome = train(replace(recipe, output=output, model=model), progress)
     if outcome.stopped_by is not None:
         signal.raise_signal(outcome.stopped_by)  # `train` has returned early: stop the benchmark, too
+        raise KeyboardInterrupt  # also where the signal is ignored outside of `train`, as in background jobs
 
 
 def _train_stock(recipe: Recipe, data: TrainingData, progress: Progress) -> None:

@@ -97,12 +97,17 @@ def test_speed_excludes_startup_warm_ups_logging_and_last_step(monkeypatch):
     assert module._speed(run, steps=3) == 3 * 4 * 32 / 33.5
 
 
-def test_signal_to_training_stops_benchmark(monkeypatch):
-    """`train` returns early after a signal; then the signal has its usual effect."""
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_signal_to_training_stops_benchmark(handler, monkeypatch):
+    """`train` returns early after a signal; then the benchmark stops, too, even if the signal is ignored."""
+    before = signal.signal(signal.SIGINT, handler)
     stopped = Outcome(1, 8, signal.SIGINT, None, {})
     monkeypatch.setattr(module, "train", lambda recipe, progress: stopped)
-    with pytest.raises(KeyboardInterrupt):
-        bench_train(["explicit"], rounds=1, steps=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bench_train(["explicit"], rounds=1, steps=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_knocking_cases_match_shipped_recipes():

@@ -54,7 +54,7 @@ def test_second_open_reuses_token_cache(source, encoder, tmp_path):
     reports = []
     first = open_cache(source, encoder, 0.1, tmp_path / "x" / "y", lambda *progress: reports.append(progress))
     calls, size = encoder.calls, (tmp_path / "a.jsonl").stat().st_size
-    assert calls > 0 and reports[-1] == (source.path, size, size)
+    assert calls > 0 and reports[-1] == (source.path, size, size, "")
     again = open_cache(source, encoder, 0.1, tmp_path / "x" / "y")
     assert (encoder.calls, again) == (calls, first)
     held_out, training = again.stream(HELD_OUT), again.stream(TRAINING)

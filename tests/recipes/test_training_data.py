@@ -126,8 +126,8 @@ def test_data_fingerprint_changes_only_with_samples(options, tmp_path):
 def test_progress_reports_name_the_source(options):
     reports = []
     open_data(options, separating_tokenizer(), 61, lambda *progress: reports.append(progress))
-    assert [source for source, _, _ in reports] == [source.path for source in options.sources]
-    assert all(done == total > 0 for _, done, total in reports)
+    assert [source for source, *_ in reports] == [source.path for source in options.sources]
+    assert all(done == total > 0 for _, done, total, _ in reports)
 
 
 @pytest.mark.parametrize(
