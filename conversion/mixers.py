@@ -35,8 +35,6 @@ CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
     "mixture": {"method": Choice(("calibrated", "paper")), "shared": Choice(("first", "calibrated"))},
 }
 """Mechanism -> options that only a conversion has; a config does not contain them."""
-DEFAULTS: dict[str, dict[str, Any]] = {"explicit": {"norm": False}}
-"""Mechanism -> defaults for a pretrained model that differ from the defaults for a new model."""
 Mixers = dict[str, dict[str, Any]]
 
 
@@ -109,45 +107,70 @@ def _by_part(key: str, entry: Any, layouts: Mapping[str, Any]) -> Iterator[tuple
 def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
     """Return the request with typed values of all options; the config checks later whether they fit the model."""
     mixers: Mixers = {}
-    choices: dict[str, dict[str, str]] = {}
+    choices: Mixers = {}
     for name, options in requested.items():
-        if name not in MECHANISMS:
-            raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
-        raw = {} if options is None else options
-        if not isinstance(raw, Mapping):
-            raise ConversionError(f"mixers.{name}={raw!r} is not allowed: use a mapping of option to value")
-        config_options: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
-        conversion_options = CONVERSION_OPTIONS.get(name, {})
-        for key in raw:
-            if key not in config_options and key not in conversion_options:
-                raise ConversionError(
-                    str(unknown(f"mixers.{name}", "option", key, [*config_options, *conversion_options]))
-                )
-        if name == "mixture":
-            raw = _mixture_defaults(raw)
-        if name == "differential" and str(raw.get("half_values")).lower() == "true":
-            raw = {"norm": False} | dict(raw)
-        try:
-            choices[name] = {
-                key: kind.parse(f"mixers.{name}.{key}", raw.get(key), len(layouts))
-                for key, kind in conversion_options.items()
-            }
-        except ValueError as error:
-            raise ConversionError(str(error)) from None
-        values = {
-            key: _parse(name, key, config_options[key], raw[key], layouts) for key in raw if key in config_options
-        }
-        mixers[name] = DEFAULTS.get(name, {}) | values
+        mixers[name], choices[name] = _read_options(name, options, layouts)
     if "mixture" in mixers and choices["mixture"]["method"] == "paper":
         _share_half(mixers["mixture"], layouts[0].query_heads)
-    _check_fitted_router(mixers, choices)
+    _check_combination(mixers, choices)
+    return MixerRequest(mixers, choices)
+
+
+def _read_options(name: str, options: Any, layouts: list[HeadLayout]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the typed options of a mechanism: those of the config, and those that only a conversion has."""
+    if name not in MECHANISMS:
+        raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise ConversionError(f"mixers.{name}={options!r} is not allowed: use a mapping of option to value")
+    of_config: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
+    of_conversion = CONVERSION_OPTIONS.get(name, {})
+    for key in options:
+        if key not in of_config and key not in of_conversion:
+            raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*of_config, *of_conversion])))
+    options = _with_defaults(name, options)
+    try:
+        choices = {
+            key: kind.parse(f"mixers.{name}.{key}", options.get(key), len(layouts))
+            for key, kind in of_conversion.items()
+        }
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
+    values = {key: _parse(name, key, of_config[key], options[key], layouts) for key in options if key in of_config}
+    return values, choices
+
+
+def _with_defaults(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the defaults for a pretrained model that differ from those for a new model."""
+    if name == "mixture":  # a fitted two_stage router, or the paper's method if an option implies it
+        is_paper = options.get("method") == "paper" or "shared" in options or options.get("router") == "query_norm"
+        router = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
+        return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | router | dict(options)
+    if name == "explicit" or (name == "differential" and str(options.get("half_values")).lower() == "true"):
+        return {"norm": False} | dict(options)
+    return dict(options)
+
+
+def _check_combination(mixers: Mixers, choices: Mixers) -> None:
+    """Raise `ConversionError` if options do not go together, within `mixture` or across mechanisms."""
+    mixture, method = mixers.get("mixture", {}), choices.get("mixture", {}).get("method")
+    for option, value in (("router", "two_stage"), ("gate", "binary")):
+        if method == "calibrated" and mixture[option] != value:
+            raise ConversionError(
+                f"mixers.mixture.{option}={mixture[option]!r} does not go together with "
+                f"method='calibrated', which fits router='two_stage' with gate='binary': use method=paper"
+            )
+    if method == "calibrated" and "differential" in mixers:
+        raise ConversionError(
+            "mixers.mixture.method='calibrated' does not go together with 'differential', which pairs heads: use "
+            "method=paper and router=two_stage"
+        )
     groups = mixers.get("explicit", {}).get("groups", 1)
     if groups != 1 and choices.get("mixture", {}).get("shared") == "calibrated":
         raise ConversionError(
             f"mixers.explicit.groups={groups!r} does not go together with mixers.mixture.shared='calibrated', which "
             "moves heads to other groups: use shared=first"
         )
-    return MixerRequest(mixers, choices)
 
 
 def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
@@ -177,30 +200,6 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
     if not isinstance(percentage, int | float) or not 0 <= percentage <= 100:
         raise ConversionError(f"{name}={value!r} is not allowed: use a percentage from 0% to 100%")
     return max(round(heads * percentage / 100), 1 if percentage else 0)
-
-
-def _mixture_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with defaults: a fitted two_stage router, or the paper's method if an option implies it."""
-    is_paper = options.get("method") == "paper" or "shared" in options or options.get("router") == "query_norm"
-    router = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
-    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | router | dict(options)
-
-
-def _check_fitted_router(mixers: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise `ConversionError` if the options of `mixture` are incompatible with a fitted router."""
-    if choices.get("mixture", {}).get("method") != "calibrated":
-        return
-    for option, value in (("router", "two_stage"), ("gate", "binary")):
-        if mixers["mixture"][option] != value:
-            raise ConversionError(
-                f"mixers.mixture.{option}={mixers['mixture'][option]!r} does not go together with "
-                f"method='calibrated', which fits router='two_stage' with gate='binary': use method=paper"
-            )
-    if "differential" in mixers:
-        raise ConversionError(
-            "mixers.mixture.method='calibrated' does not go together with 'differential', which pairs heads: use "
-            "method=paper and router=two_stage"
-        )
 
 
 def _share_half(options: dict[str, Any], heads: int) -> None:
