@@ -48,6 +48,7 @@ REFUSED = {
     ("differential", "mixture by query norm"),
     ("mixture", "explicit"),
     ("mixture by query norm", "explicit"),
+    ("gating", "explicit"),
 }
 PAIRS = [
     pair
