@@ -38,11 +38,10 @@ from .compress.convert_layers import (
 from .compress.initial_weights import doubled_heads
 from .mixers import MixerRequest, read_request
 from .options import Options
-from .plan import Plan, check_source, make_plan, minimum_size
+from .plan import Plan, check_source, check_vocabulary, make_plan, minimum_size
 from .sources.resolve import Source, open_source
 from .stages import Request, run
 from .verification.tolerances import ROUNDING, Tolerance, starts_neutral, tolerance
-from .writing.writer import check_vocabulary
 
 
 @default_torch_state()

@@ -1,8 +1,14 @@
-"""Conversion plan: the target's config and one action per tensor, decided before anything is written."""
+"""Conversion plan: the target's config and one action per tensor, decided before anything is written.
 
-from collections.abc import Iterable, Mapping
+The bytes of each tensor are produced when it is written: copied, computed, grown or cast.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
+
+import torch
 
 from crosshead.common.errors import ConversionError
 
@@ -10,6 +16,10 @@ from .architectures.attention_names import attention_layers, attention_names
 from .architectures.families import CROSS_BIAS, FUSED_EXPERTS, INVERSE_FREQUENCIES, NEXT_TOKENS, OTHER_HEADS, Shapes
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
+from .writing.shard_writer import rounded, tensor_chunks, whole_rows
+
+ROWS = 256
+"""Number of new vocabulary rows that are built at a time."""
 
 
 @dataclass(frozen=True)
@@ -155,3 +165,40 @@ def minimum_size(config: Any, store: TensorStore, dropped: Iterable[str], dtype:
         for name, entry in store.entries.items()
         if name not in omitted and not name.startswith(attention)
     )
+
+
+def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:
+    """Yield the bytes of one tensor of the target: copied, computed, grown or cast."""
+    entry = step.entry
+    if step.action == "copied":
+        yield from store.chunks(entry.name)
+    elif entry.name in rewrites.layers:
+        yield from tensor_chunks(rounded(rewrites.tensor(entry.name), entry))
+    elif entry.shape != store.entries[entry.name].shape:
+        yield from grown(store, entry)
+    else:
+        yield from tensor_chunks(rounded(store.read(entry.name), entry))
+
+
+def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
+    """Yield the bytes of an embedding or LM head with additional rows, each equal to the mean of the stored rows.
+
+    A new token then starts as the average token, and the logits of the other tokens do not change.
+    """
+    stored = store.entries[entry.name]
+    source, target = DTYPES[stored.dtype], DTYPES[entry.dtype]
+    width = prod(entry.shape[1:])  # 1 for a bias
+    total = torch.zeros(width, dtype=torch.float64)
+    for block in whole_rows(store.chunks(entry.name), width * source.itemsize):
+        rows = torch.frombuffer(block, dtype=source).reshape(-1, width)
+        total += rows.double().sum(0)
+        yield from tensor_chunks(rounded(rows, entry))
+    mean = (total / stored.shape[0]).to(target)
+    for start in range(stored.shape[0], entry.shape[0], ROWS):
+        yield from tensor_chunks(mean.repeat(min(ROWS, entry.shape[0] - start), 1))
+
+
+def check_vocabulary(requested: int, current: int) -> None:
+    """Raise `ConversionError` if the vocabulary would shrink."""
+    if requested < current:
+        raise ConversionError(f"--vocab-size {requested} is less than the model's {current}: use {current} or more")

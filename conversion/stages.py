@@ -5,23 +5,39 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from crosshead.common.model_location import expand_home
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Counter, Progress
 
-from .plan import Plan
-from .sources.model_folder import RECORD, check_record, record_file, store_digest, versions, write_json
+from .compress.layer_rewrites import LayerRewrites
+from .plan import Plan, Step, produce
+from .sources.model_folder import (
+    CONFIG,
+    RECORD,
+    add_legacy_fields,
+    check_record,
+    copy_files,
+    record_file,
+    remove_access_tokens,
+    remove_loading_arguments,
+    store_digest,
+    versions,
+    write_json,
+)
 from .sources.resolve import Source
+from .sources.safetensors_store import WEIGHTS
+from .sources.tensor_store import TensorStore
 from .verification.tolerances import Tolerance
 from .verification.verify import kv_cache_bytes, read_sample, verify_folder
-from .writing.atomic_output import atomic_output, check_apart, check_target
-from .writing.writer import write_model
+from .writing.atomic_output import AtomicOutput, atomic_output, check_apart, check_target
+from .writing.shard_writer import write_index, write_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +114,43 @@ def run(
         write_json(output.folder / RECORD if path.name == RECORD else output.sibling(path.name), content)
         others = output.publish()
     return content | {"folder": str(out)} | ({"others": others} if others else {})
+
+
+def write_model(
+    source: Source, plan: Plan, output: AtomicOutput, progress: Progress
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Write all files; return tensor name -> CRC-32, and per file the JSON keys that contained access tokens."""
+    output.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
+    digests = write_weights(source.store, plan, output, progress)
+    copy_files(source.files, output.folder)
+    remove_loading_arguments(output.folder)
+    plan.config.save_pretrained(output.folder)
+    left_out = remove_access_tokens(source.config, output.folder)
+    if plan.is_stock:
+        add_legacy_fields(output.folder / CONFIG, plan.config)
+    return digests, left_out
+
+
+def write_weights(store: TensorStore, plan: Plan, output: AtomicOutput, progress: Progress) -> dict[str, str]:
+    """Write the shards that are not finished yet, then the index; return tensor name -> CRC-32."""
+    digests: dict[str, str] = {}
+    written = Counter(progress, "writing", plan.size)
+    for file, steps in plan.shards.items():
+        if file in output.finished:
+            written.add(sum(step.entry.size for step in steps))
+        else:
+            items = [(step.entry, partial(_chunks, store, step, plan.rewrites, written)) for step in steps]
+            output.record(file, write_shard(output.folder / file, items))
+        digests |= output.finished[file]
+    if list(plan.shards) != [WEIGHTS]:
+        write_index(output.folder, {file: [step.entry for step in steps] for file, steps in plan.shards.items()})
+    return digests
+
+
+def _chunks(store: TensorStore, step: Step, rewrites: LayerRewrites, written: Counter) -> Iterator[memoryview]:
+    for chunk in produce(store, step, rewrites):
+        yield chunk
+        written.add(chunk.nbytes)
 
 
 def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:

@@ -13,10 +13,9 @@ import torch
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress
 
-from ..plan import Plan, Step
+from ..plan import Plan, Step, produce
 from ..sources.tensor_store import DTYPES, TensorStore, tensor_bytes
 from ..writing.shard_writer import check_finite, whole_rows
-from ..writing.writer import produce
 from .metadata import Description, Metadata
 from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.conversion.plan import check_vocabulary, grown
 from crosshead.conversion.sources.tensor_store import DTYPES, Entry
-from crosshead.conversion.writing.writer import check_vocabulary, grown
 
 
 class PieceStore:
