@@ -8,7 +8,7 @@ import pytest
 
 import document_commands as shown
 from crosshead.modeling.mechanisms import RULES
-from crosshead.recipes.schema.load import shipped_recipes
+from crosshead.recipes.schema.recipe import shipped_recipes
 from rules import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}

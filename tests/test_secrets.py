@@ -9,7 +9,7 @@ import crosshead
 from command_chain import FILES, PLANTED, plant
 from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.recipes.published_recipe import published_recipe, without_folders
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import load_model

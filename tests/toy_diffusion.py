@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
-from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer.noise_loss import noise_schedule
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import Outcome, train

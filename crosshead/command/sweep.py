@@ -30,7 +30,7 @@ def sweep(
 
     crosshead sweep papers/mea_1b_sweep --set 'sweep.learning_rates=[1e-4, 1e-3]'
     """
-    from crosshead.recipes.schema.load import load_recipe
+    from crosshead.recipes.schema.recipe import load_recipe
     from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.sweep.sweep import PICTURE, sweep_runs
     from crosshead.recipes.sweep.sweep import sweep as run

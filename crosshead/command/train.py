@@ -41,7 +41,7 @@ def train(
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """
-    from crosshead.recipes.schema.load import load_recipe
+    from crosshead.recipes.schema.recipe import load_recipe
     from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.train import train as run
     from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first

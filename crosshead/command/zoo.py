@@ -46,7 +46,7 @@ def zoo(
 
 def entries(folder: Path) -> list[dict[str, Any]]:
     """The zoo entries of all shipped recipes, sorted by mechanism, backbone and size; `folder` contains the zoo."""
-    from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+    from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     # A sweep makes no model; it chooses a hyperparameter for another recipe.

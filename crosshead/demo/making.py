@@ -9,7 +9,7 @@ from typing import Any
 from crosshead.common.progress import Progress
 from crosshead.conversion.calibration.head_statistics import fast_dtype
 from crosshead.conversion.options import split_argument
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 
 ROUTED = 75

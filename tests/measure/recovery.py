@@ -31,8 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 import crosshead
 from crosshead.evals.bench.machine import machine
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.metrics import MetricsFile

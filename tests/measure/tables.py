@@ -39,8 +39,8 @@ from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import read_sharding
-from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import DECODERS, model_config, model_types
+from crosshead.recipes.schema.recipe import json_schema, load_recipe, shipped_recipes
 from rules import ROOT
 
 PAGES = ROOT / "modeling" / "docs"

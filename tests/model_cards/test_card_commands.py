@@ -15,7 +15,7 @@ from crosshead.model_cards.commands import convert_command, datasets, recipe_yam
 from crosshead.model_cards.facts import Facts
 from crosshead.model_cards.metadata import tags
 from crosshead.model_cards.sections import citation, usage
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead_command import card_source
 from crosshead_command.card import write_card
 from gguf_toys import model, write_model

@@ -14,7 +14,7 @@ from broken import run
 from card_toys import ROW, report, training
 from crosshead.model_cards.evaluations import model_results
 from crosshead.model_cards.tables import NOT_MEASURED
-from crosshead.recipes.schema.load import shipped_recipes
+from crosshead.recipes.schema.recipe import shipped_recipes
 from crosshead_command.main import main
 from crosshead_command.zoo import SHORT_RUNS, entries
 from hub_rules import faults
@@ -54,7 +54,7 @@ def few_recipes(monkeypatch):
     """Keep four recipes only: computing the cost of every recipe's model takes seconds."""
     names = ("small/smollm2_knocking", "small/smollm2_talking", "small/smollm2_mixture", "small/smollm2_explicit")
     few = {name: path for name, path in shipped_recipes().items() if name in names}
-    monkeypatch.setattr("crosshead.recipes.schema.load.shipped_recipes", lambda: few)
+    monkeypatch.setattr("crosshead.recipes.schema.recipe.shipped_recipes", lambda: few)
 
 
 def pages_in(folder):

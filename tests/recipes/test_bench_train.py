@@ -15,7 +15,7 @@ from broken import run
 from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import Outcome
 from crosshead.recipes.trainer.run_trainer import RunTrainer
 

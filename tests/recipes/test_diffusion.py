@@ -18,8 +18,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, 
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 from crosshead.recipes.schema.dit_config import DiTFields
-from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.noise_objective import Noise
 from toy_diffusion import LATENTS, PIXELS, recipe

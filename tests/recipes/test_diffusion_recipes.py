@@ -16,7 +16,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
 from crosshead.recipes.schema.dit_config import DiTFields
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.noise_objective import Noise
 from toy_diffusion import PIXELS, recipe

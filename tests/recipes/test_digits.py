@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 
 pytestmark = pytest.mark.slow

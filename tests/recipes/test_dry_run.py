@@ -13,8 +13,8 @@ from crosshead.common.errors import RecipeError
 from crosshead.evals.cost.model import model_cost
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding, read_sharding
-from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import load_model

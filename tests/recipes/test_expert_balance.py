@@ -11,8 +11,8 @@ from crosshead.common.errors import RecipeError
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import ONE_GPU
-from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import check_expert_bias
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.load_balance import ExpertBalance, load_biases_everywhere
 from crosshead.recipes.trainer.models import check_expected

@@ -12,7 +12,7 @@ import torch
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy_in_own_folder
 from crosshead.recipes.trainer.teacher_logits import save_teacher
 from tiers import first

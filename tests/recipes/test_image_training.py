@@ -16,7 +16,7 @@ from crosshead.recipes.data.images import ImageInputs
 from crosshead.recipes.data.toy_images import write_toy_images
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
 from crosshead.modeling.model import IGNORED_LABEL
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
 from crosshead.recipes.trainer.loss import (

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import write_tokenizer
 from measure import processes, recovery, resume
 from measuring import measured

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Trainer
 import toys
 from crosshead.evals.cost.counting import on_meta
 from crosshead.recipes.estimate.memory import COPIES, FSDP, ONE_GPU, ZERO3, Sharding, Teacher, memory
-from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.callbacks import StopOnSignal

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
 from crosshead.recipes.trainer import metrics as module

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import ONE_GPU
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
 from encoder_toys import write_encoder

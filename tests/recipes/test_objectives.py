@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import OBJECTIVES, objective_of

@@ -9,7 +9,7 @@ from transformers import Trainer
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import ONE_GPU
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import LoraOptions, MechanismOptions, TrainOptions
 from crosshead.recipes.sweep.sweep import sweep_runs
 from crosshead.recipes.trainer.callbacks import StopOnSignal

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 
 KHA_HEADS = {
     "num_attention_heads": 32,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 from crosshead.recipes.trainer.parameters import learning_rate_factor
 
 BILLION = 1_000_000_000

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
+from crosshead.recipes.schema.recipe import json_schema, load_recipe, shipped_recipes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosshead.conversion.mixers import read_mixers
 from crosshead.conversion.options import split_argument
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 from crosshead.recipes.schema.toy import toy, toy_config
 from crosshead.recipes.trainer.checkpoints import MODEL
 from crosshead.recipes.trainer.objectives import objective_of

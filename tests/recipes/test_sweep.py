@@ -10,7 +10,7 @@ import pytest
 
 from broken import run
 from crosshead.common.errors import DivergedError, RecipeError
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.sweep import sweep as module
 from crosshead.recipes.sweep.loss_curve import (
     HELD_OUT,

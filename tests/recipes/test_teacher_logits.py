@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from broken import run as run_command
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module
 from crosshead.recipes.trainer.loading import load_tokenizer

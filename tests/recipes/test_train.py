@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.train import Outcome, train
 from crosshead.recipes.trainer.loading import load_tokenizer

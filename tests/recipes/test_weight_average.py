@@ -15,8 +15,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
-from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.parameters import MIXERS
