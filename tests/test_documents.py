@@ -140,3 +140,13 @@ def test_version_matches_changelog():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     newest, *_ = re.findall(r"^## (.*)$", DOCUMENTS["CHANGELOG.md"].read_text(encoding="utf-8"), re.MULTILINE)
     assert newest == project["version"]
+
+
+def test_walks_through_the_code_are_short():
+    _, section = CONTRIBUTING.split("## Where to start reading\n")
+    walks = section.split("\n## ")[0].split("\n    crosshead ")[1:]
+    files = {walk.split()[0]: re.findall(r"^\| `(\S+\.py)` \|", walk, re.MULTILINE) for walk in walks}
+    most = {"convert": 12, "train": 12, "eval": 8}
+    assert files.keys() == most.keys()
+    for command, names in files.items():
+        assert 5 < len(set(names)) == len(names) <= most[command], command
