@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.conversion import stages as job
 from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.calibration.calibration import Observers, fingerprint_of, observe
 from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_documentation, default_text
@@ -23,7 +24,6 @@ from crosshead.conversion.convert import resolve
 from crosshead.conversion.options import Options
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.sources.safetensors_store import WEIGHTS, SafetensorsStore
-from crosshead.conversion.writing import writer as job
 from crosshead.conversion.writing.shard_writer import write_shard
 from crosshead_command.screen import calibration_lines
 from tiers import first, grid

@@ -10,9 +10,9 @@ import crosshead
 from broken import run
 from crosshead.common.errors import ConversionError
 from crosshead.conversion import convert, stages
+from crosshead.conversion import stages as job
 from crosshead.conversion.calibration import calibration as calibrating
 from crosshead.conversion.verification import reload, verify
-from crosshead.conversion.writing import writer as job
 from toy_checkpoints import MANY_SHARDS, write_stock
 
 CONVERT = "convert source out --mixer knocking:form=linear"
