@@ -7,6 +7,7 @@ tensors with larger item sizes come first, so that every tensor starts at a mult
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -51,21 +52,22 @@ def write_shard(path: Path, items: Sequence[tuple[Entry, Callable[[], Iterable[m
     """
     producers = {entry.name: chunks for entry, chunks in items}
     entries = file_order(entry for entry, _ in items)
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as pool:
         file.write(shard_header(entries))
-        return {entry.name: _write_tensor(file, entry, producers[entry.name]()) for entry in entries}
+        return {entry.name: _write_tensor(file, pool, entry, producers[entry.name]()) for entry in entries}
 
 
-def _write_tensor(file: BinaryIO, entry: Entry, chunks: Iterable[memoryview]) -> str:
-    """Check and write one tensor, and return its CRC-32."""
+def _write_tensor(file: BinaryIO, pool: Executor, entry: Entry, chunks: Iterable[memoryview]) -> str:
+    """Write one tensor, check its chunks meanwhile, and return its CRC-32."""
     size = crc = 0
     for chunk in chunks:
         size += chunk.nbytes
         if size > entry.size:
             raise ConversionError(f"tensor {entry.name!r} came out as more than its {entry.size} bytes")
+        writing = pool.submit(file.write, chunk)
         check_finite(entry, chunk)
         crc = zlib.crc32(chunk, crc)
-        file.write(chunk)
+        writing.result()
     if size != entry.size:
         raise ConversionError(f"tensor {entry.name!r} came out as {size} bytes instead of {entry.size}")
     return f"{crc:08x}"
