@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion import stages as job
+from crosshead.conversion import stages
 from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.calibration.calibration import Observers, fingerprint_of, observe
 from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_documentation, default_text
@@ -253,7 +253,7 @@ def test_resumed_conversion_does_not_choose_layers_again(text, tmp_path, monkeyp
         return write_shard(path, items)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "write_shard", killed)
+        patch.setattr(stages, "write_shard", killed)
         crosshead.convert(source, tmp_path / "made", {"explicit": {}}, **options)
     monkeypatch.setattr(auto_layers, "measure_losses", None)
     crosshead.convert(source, tmp_path / "made", {"explicit": {}}, **options)

@@ -10,7 +10,6 @@ import crosshead
 from broken import run
 from crosshead.common.errors import ConversionError
 from crosshead.conversion import convert, stages
-from crosshead.conversion import stages as job
 from crosshead.conversion.calibration import calibration as calibrating
 from crosshead.conversion.verification import reload, verify
 from toy_checkpoints import MANY_SHARDS, write_stock
@@ -51,7 +50,7 @@ def test_killed_reload_keeps_weights_for_next_run(workdir, capfd, monkeypatch, c
     for option in ("--no-verify", "--restart"):
         assert option in err
     assert not (workdir / "out").exists() and not (workdir / "out.conversion.json").exists()
-    monkeypatch.setattr(job, "write_shard", raising(AssertionError("written again")))
+    monkeypatch.setattr(stages, "write_shard", raising(AssertionError("written again")))
     report = (
         crosshead.fold("ours", "out")
         if command == "fold"
@@ -71,7 +70,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_failure_while_writing_keeps_finished_shards(workdir, capfd, monkeypatch, kind):
-    written, write_shard = [], job.write_shard
+    written, write_shard = [], stages.write_shard
 
     def limited(path, items):
         if len(written) == 3:
@@ -79,13 +78,14 @@ def test_failure_while_writing_keeps_finished_shards(workdir, capfd, monkeypatch
         written.append(path.name)
         return write_shard(path, items)
 
-    monkeypatch.setattr(job, "write_shard", limited)
+    monkeypatch.setattr(stages, "write_shard", limited)
     status, _, err = run(capfd, monkeypatch, f"{CONVERT} --no-verify")
     assert status == (130 if kind == "stopped" else 1)
     assert err.count("\n") == 1 and str(workdir / WORK) in err
     assert sorted(path.name for path in (workdir / WORK / "model").iterdir()) == sorted(written)
     before = list(written)
-    monkeypatch.setattr(job, "write_shard", lambda path, items: written.append(path.name) or write_shard(path, items))
+    recording = lambda path, items: written.append(path.name) or write_shard(path, items)  # noqa: E731
+    monkeypatch.setattr(stages, "write_shard", recording)
     status, _, err = run(capfd, monkeypatch, "convert source out --mixer talking --no-verify")
     assert status == 1 and str(workdir / WORK) in err and "--restart" in err and "options" in err
     assert run(capfd, monkeypatch, f"{CONVERT} --no-verify")[0] == 0
