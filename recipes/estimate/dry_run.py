@@ -29,7 +29,7 @@ from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
 from ..trainer.objectives import objective_of
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
-from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
+from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
 """Values of the report's `counted_from` and `teacher_counted_from`: the source of the model's sizes."""
@@ -94,7 +94,7 @@ def _report(
     sharding: Sharding,
     sizes: Mapping[str, int],
     counts: Mapping[str, int],
-    memory_per_gpu: Memory,
+    memory_per_gpu: Mapping[str, int],
     counted_from: str,
     teacher_from: str | None,
 ) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _report(
         "accelerate": sharding.name,
         "sharding": sharding.kind,
         "processes": sharding.processes,
-        "memory_per_gpu": memory_per_gpu.as_dict(),
+        "memory_per_gpu": memory_per_gpu,
     }
 
 

@@ -16,7 +16,7 @@ Not counted: the CUDA context, fragmentation, and temporary memory of kernels an
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -73,26 +73,6 @@ ONE_GPU = Sharding("one_gpu", ALONE, 1)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory of one GPU, in bytes per purpose."""
-
-    weights: int
-    gradients: int
-    moments: int
-    average: int
-    working_copies: int
-    gradient_buckets: int
-    teacher: int
-    activations: int
-    logits: int
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the bytes by purpose, and their sum as `total`."""
-        parts = asdict(self)
-        return parts | {"total": sum(parts.values())}
-
-
-@dataclass(frozen=True)
 class Teacher:
     """Sizes of the distillation teacher, which is replicated on every GPU."""
 
@@ -134,10 +114,10 @@ def read_sharding(name: str) -> Sharding:
     return Sharding(path.stem, kind, processes)
 
 
-def memory(recipe: Recipe, config: Any, model: Any, sharding: Sharding, teacher: Teacher | None) -> Memory:
-    """Estimate the memory per GPU for a model with this configuration, trained by the recipe.
+def memory(recipe: Recipe, config: Any, model: Any, sharding: Sharding, teacher: Teacher | None) -> dict[str, int]:
+    """Estimate the bytes per GPU, by purpose and in `total`, for a model with this configuration.
 
-    `model` is the model on the meta device, prepared for training.
+    `model` is the model on the meta device, prepared for training by the recipe.
     """
     stored = _shard(model.parameters(), sharding)
     trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
@@ -146,17 +126,18 @@ def memory(recipe: Recipe, config: Any, model: Any, sharding: Sharding, teacher:
     saved = 0  # activations of diffusion models are not estimated
     if not isinstance(recipe.objective, Noise):
         saved = activations(config, recipe, precision(recipe, sharding)).total(recipe.train.checkpoint_activations)
-    return Memory(
-        weights=(trained if bfloat16_copy else stored) * FLOAT32 + bfloat16_copy,
-        gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
-        moments=trained * FLOAT32 * MOMENTS,
-        average=trained * FLOAT32 if recipe.train.average else 0,
-        working_copies=_working_copies(model, sharding, itemsize),
-        gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
-        teacher=teacher.parameters * teacher.itemsize if teacher else 0,
-        activations=saved,
-        logits=_logits(recipe, objective_of(recipe).logits(config), teacher),
-    )
+    parts = {
+        "weights": (trained if bfloat16_copy else stored) * FLOAT32 + bfloat16_copy,
+        "gradients": trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
+        "moments": trained * FLOAT32 * MOMENTS,
+        "average": trained * FLOAT32 if recipe.train.average else 0,
+        "working_copies": _working_copies(model, sharding, itemsize),
+        "gradient_buckets": _elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
+        "teacher": teacher.parameters * teacher.itemsize if teacher else 0,
+        "activations": saved,
+        "logits": _logits(recipe, objective_of(recipe).logits(config), teacher),
+    }
+    return parts | {"total": sum(parts.values())}
 
 
 def precision(recipe: Recipe, sharding: Sharding) -> Precision:
