@@ -68,12 +68,12 @@ FIGURE = 22
 
 def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     """Return the report as a JSON object, which `dry_run_lines` formats."""
-    if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
+    is_noise, is_sharded = isinstance(recipe.objective, Noise), sharding.kind in (FSDP, ZERO3)
+    if recipe.train.lora is not None and is_sharded:
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
-    if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
+    if recipe.train.average is not None and is_sharded:
         raise RecipeError(f"train.average={recipe.train.average:g} is not possible with {sharding.kind}: leave it out")
-    is_noise = isinstance(recipe.objective, Noise)
-    if is_noise and sharding.kind in (FSDP, ZERO3):
+    if is_noise and is_sharded:
         raise RecipeError(f"the objective {recipe.objective.name} is not possible with {sharding.kind}")
     config, counted_from = _config(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
@@ -83,28 +83,15 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         model = _new_diffusion_model(recipe, config) if is_noise else on_meta(config)
         counts = _counts(recipe, config, model)
         model = set_trainable(model, recipe.train)
-        sizes = {name: part.numel() for name, part in model.named_parameters() if part.requires_grad}
+        trained = {name: part.numel() for name, part in model.named_parameters() if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
         memory_per_gpu = memory(recipe, config, model, sharding, teacher)
-    return _report(recipe, sharding, sizes, counts, memory_per_gpu, counted_from, teacher_from)
-
-
-def _report(
-    recipe: Recipe,
-    sharding: Sharding,
-    sizes: Mapping[str, int],
-    counts: Mapping[str, int],
-    memory_per_gpu: Mapping[str, int],
-    counted_from: str,
-    teacher_from: str | None,
-) -> dict[str, Any]:
-    """Assemble the report; `sizes` are the numbers of elements of the trained parameters, by name."""
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
         "convert": recipe.model.convert if counted_from == RECIPE else None,
         "teacher_counted_from": teacher_from,
-        "trainable_parameters": sum(sizes.values()),
+        "trainable_parameters": sum(trained.values()),
         **counts,
         "sequences_per_step": recipe.batch_size,
         f"{recipe.objective.unit}_per_step": recipe.per_step,
@@ -112,7 +99,7 @@ def _report(
         "steps": recipe.steps,
         recipe.objective.unit: recipe.steps * recipe.per_step,
         "objective": recipe.objective.name,
-        "optimizer": _optimizer(recipe, sizes),
+        "optimizer": _optimizer(recipe, trained),
         "dtype": recipe.train.dtype,
         "checkpoint_activations": recipe.train.checkpoint_activations,
         "accelerate": sharding.name,
