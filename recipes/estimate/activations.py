@@ -7,7 +7,6 @@ coefficients. Models other than decoders are measured at their full length, sinc
 from its encoder's. Models with stages, which have a width per stage, are measured at full size.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -80,26 +79,14 @@ def activations(config: Any, recipe: Recipe, precision: Precision) -> Activation
         total = saved(config)
     else:
         narrow = _narrow(config)
-        narrow_bytes = saved(narrow)
-        total = narrow_bytes + _slopes(config, narrow, lambda wider: saved(wider) - narrow_bytes)
+        narrow_bytes = total = saved(narrow)
+        for name in WIDTHS:  # extrapolate from a copy with one doubled width
+            if width := getattr(config, name, None):
+                narrow_width, wider = getattr(narrow, name), deepcopy(narrow)
+                setattr(wider, name, 2 * narrow_width)
+                total = total + (saved(wider) - narrow_bytes) / narrow_width * (width - narrow_width)
     *layers, outside, inputs = (max(0, round(size)) for size in (total / rows * train.micro_batch).tolist())
     return Activations(tuple(layers), inputs, outside)
-
-
-def _slopes(config: Any, narrow: Any, growth: Callable[[Any], torch.Tensor]) -> Any:
-    """Return the bytes that the model's real widths add to its narrow copy, by linear extrapolation.
-
-    `growth` returns the bytes that a copy with one doubled width adds to the narrow copy.
-    """
-    extra: Any = 0.0
-    for name in WIDTHS:
-        width = getattr(config, name, None)
-        if width:
-            narrow_width = getattr(narrow, name)
-            wider = deepcopy(narrow)
-            setattr(wider, name, 2 * narrow_width)
-            extra = extra + growth(wider) / narrow_width * (width - narrow_width)
-    return extra
 
 
 def _narrow(config: Any) -> Any:
