@@ -4,7 +4,6 @@ Corruption is a function of a window's tokens and a random generator, which `Pre
 sample index: a resumed run sees the same samples.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +28,12 @@ SENTINEL = "<extra_id_{}>"
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Corruption(ABC):
-    """Base class: a function that corrupts one window."""
-
-    text_length: int
-    """Number of tokens in a window before the corruption."""
-
-    @abstractmethod
-    def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
-        """Return the corrupted window."""
-
-
 @dataclass(frozen=True)
-class TokenMasking(Corruption):
+class TokenMasking:
     """Masked tokens as in BERT, in one segment, or as in ALBERT in two segments whose order is predicted."""
 
     text_length: int
+    """Number of tokens in a window before the corruption."""
     share: float
     """Fraction of the ordinary tokens that are predicted."""
     ordered: bool
@@ -127,10 +116,11 @@ def masked_tokens(options: MaskedTokens, tokenizer: Any, vocabulary: int, length
 
 
 @dataclass(frozen=True)
-class SpanCorruption(Corruption):
+class SpanCorruption:
     """Span corruption as in T5: the text is divided into pieces, and a sentinel replaces every second piece."""
 
     text_length: int
+    """Number of tokens in a window before the corruption."""
     noise: int
     """Number of tokens that are cut out."""
     sentinels: tuple[int, ...]
@@ -152,6 +142,10 @@ class SpanCorruption(Corruption):
             "decoder_input_ids": torch.tensor([self.start, *answer[:-1]]),
             "labels": torch.tensor(answer),
         }
+
+
+Corruption = TokenMasking | SpanCorruption
+"""A function that corrupts one window."""
 
 
 def random_sizes(total: int, count: int, draws: np.random.Generator) -> Tokens:
