@@ -81,17 +81,3 @@ class SourceOrder:
         periods, offset = divmod(index, self.period)
         source = int(self._source[offset])
         return source, periods * self.units[source] + int(self._number[offset])
-
-
-class SampleOrder:
-    """Order of the windows in a run: sources alternate by weight, and each source is shuffled anew in each epoch."""
-
-    def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self._windows, self._seed = list(windows), seed
-        self._sources = SourceOrder(weights)
-
-    def sample(self, index: int) -> tuple[int, int]:
-        """Return the source and the window of sample `index`, counted from 0 over the whole run."""
-        source, draw = self._sources.source(index)
-        epoch, position = divmod(draw, self._windows[source])
-        return source, shuffled(f"{self._seed} {source} {epoch}", self._windows[source], position)

@@ -24,7 +24,7 @@ from crosshead.common.progress import Progress, silent
 from crosshead.modeling.model import IGNORED_LABEL
 
 from ..schema.sections import DataOptions, DataSource
-from .sampling_order import SampleOrder
+from .sampling_order import SourceOrder, shuffled
 from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
 
@@ -60,18 +60,22 @@ class Windows(Dataset[Sample]):
 
 
 class RunSamples(Dataset[Sample]):
-    """All samples of a run, over all its epochs, in sampling order: the data loader must not shuffle them."""
+    """All samples of a run, over all its epochs, in sampling order: the data loader must not shuffle them.
+
+    Sources alternate by weight, and each source is shuffled anew in each of its epochs.
+    """
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float], seed: int, count: int) -> None:
-        self._sources, self._count = sources, count
-        self._order = SampleOrder([len(source) for source in sources], weights, seed)
+        self._sources, self._order, self._seed, self._count = sources, SourceOrder(weights), seed, count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> Sample:
-        source, window = self._order.sample(range(self._count)[index])
-        return self._sources[source][window]
+        number, draw = self._order.source(range(self._count)[index])
+        source = self._sources[number]
+        epoch, position = divmod(draw, len(source))
+        return source[shuffled(f"{self._seed} {number} {epoch}", len(source), position)]
 
 
 Draws = np.random.Generator

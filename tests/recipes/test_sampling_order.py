@@ -8,7 +8,8 @@ from itertools import pairwise, permutations
 import pytest
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.sampling_order import SampleOrder, SourceOrder, shuffled
+from crosshead.recipes.data.sampling_order import SourceOrder, shuffled
+from crosshead.recipes.data.training_data import RunSamples
 
 TABLE_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
 """Sampling ratios from table D of the Mixture-of-Head paper."""
@@ -30,6 +31,12 @@ PINNED_LARGE = {
     1000000000000: [967400298082, 570277219221, 292427535511],
 }
 PINNED_RUN = [(0, 2), (0, 3), (1, 1), (0, 1), (0, 0), (1, 2), (0, 4), (0, 4), (0, 0), (1, 0), (0, 2), (0, 3)]
+
+
+def order_of(sizes, weights, seed):
+    """Return the order of a long run: pairs of a source and a window."""
+    sources = [[(source, window) for window in range(size)] for source, size in enumerate(sizes)]
+    return RunSamples(sources, weights, seed, 10**16)
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 1000, 4097])
@@ -62,7 +69,7 @@ def test_sampling_order_equals_pinned_values():
     """The order may never change, since a run may be resumed with another version of crosshead."""
     assert [shuffled("0 0 0", 10, index) for index in range(10)] == PINNED_SHUFFLE
     assert {count: [shuffled("0 0 0", count, index) for index in range(3)] for count in PINNED_LARGE} == PINNED_LARGE
-    assert [SampleOrder([5, 3], [0.7, 0.3], seed=1).sample(index) for index in range(12)] == PINNED_RUN
+    assert [order_of([5, 3], [0.7, 0.3], seed=1)[index] for index in range(12)] == PINNED_RUN
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
@@ -92,10 +99,10 @@ def test_weights_without_common_period_are_refused():
 
 
 def test_each_source_shuffles_its_own_windows_every_epoch():
-    order = SampleOrder([7, 4, 7], [3, 1, 3], seed=5)
+    order = order_of([7, 4, 7], [3, 1, 3], seed=5)
     drawn = {source: [] for source in range(3)}
     for index in range(7 * 14):
-        source, window = order.sample(index)
+        source, window = order[index]
         drawn[source].append(window)
     assert [len(windows) for windows in drawn.values()] == [42, 14, 42]
     for count, windows in zip((7, 4, 7), drawn.values(), strict=True):
@@ -107,13 +114,13 @@ def test_each_source_shuffles_its_own_windows_every_epoch():
 
 def test_sample_order_supports_random_access():
     sizes, weights = [1000, 33], [0.6, 0.4]
-    whole = [SampleOrder(sizes, weights, seed=2).sample(index) for index in range(3000)]
+    whole = [order_of(sizes, weights, seed=2)[index] for index in range(3000)]
     for index in random.Random(0).sample(range(3000), 200):
-        assert SampleOrder(sizes, weights, seed=2).sample(index) == whole[index]
-    far = SampleOrder(sizes, weights, seed=2).sample(10**15)
+        assert order_of(sizes, weights, seed=2)[index] == whole[index]
+    far = order_of(sizes, weights, seed=2)[10**15]
     assert far[1] < sizes[far[0]]
 
 
 def test_different_seeds_give_different_orders():
-    runs = [[SampleOrder([50], [1], seed).sample(index) for index in range(50)] for seed in (0, 1, 2**40)]
+    runs = [[order_of([50], [1], seed)[index] for index in range(50)] for seed in (0, 1, 2**40)]
     assert runs[0] != runs[1] != runs[2] != runs[0]
