@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gating": {"gating": {}},
 }
 """Case name -> `mixers` of the model."""
+FIGURES = ("ours", "stock", "median_ours", "median_stock", "ratios", "median_ratio")
+"""Figures of a case in the report: tokens per second, and their ratios."""
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
@@ -66,8 +67,9 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
         for index, name in enumerate(names):
             progress("measuring", index, len(names), name)
             ours, stock = partial(_train_ours, recipe, name), partial(_train_stock, recipe, data)
-            readings = measure_alternating(partial(_speed, ours, steps), partial(_speed, stock, steps), rounds)
-            speeds[name] = {"mixers": CASES[name], **_compare(readings["ours"], readings["baseline"])}
+            measured = measure_alternating(partial(_speed, ours, steps), partial(_speed, stock, steps), rounds)
+            figures = {key: measured[key.replace("stock", "baseline")] for key in FIGURES}
+            speeds[name] = {"mixers": CASES[name], **figures}
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": MICRO_BATCH, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
     settings |= {"dtype": recipe.train.dtype}
@@ -87,12 +89,6 @@ def _speed(run: Callable[[Progress], object], steps: int) -> float:
     run(show)
     gc.collect()  # a trainer and its model are a reference cycle
     return steps * SEQUENCES * LENGTH / (ends[WARM_UPS + steps] - ends[WARM_UPS])
-
-
-def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
-    ratios = [our_speed / stock_speed for our_speed, stock_speed in zip(ours, stock, strict=True)]
-    medians = {"median_ours": median(ours), "median_stock": median(stock)}
-    return {"ours": ours, "stock": stock, **medians, "ratios": ratios, "median_ratio": median(ratios)}
 
 
 def _recipe(folder: Path, steps: int) -> Recipe:
