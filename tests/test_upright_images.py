@@ -32,9 +32,9 @@ def test_readers_apply_exif_orientation(tmp_path):
     file.parent.mkdir(parents=True)
     stored.save(file, exif=exif)
     folder = write_image_model(tmp_path / "model")
-    processor = open_processor(folder, "model")
+    processor = open_processor(folder, "in model")
     images = [
-        image_of_shape(file, processor, (3, 16, 16), "model")[0],
+        image_of_shape(file, processor, (3, 16, 16), "in model")[0],
         _square(file, 16, 3)[0],
         processed_image(file, LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1).processor, 3)[0],
     ]
@@ -50,7 +50,7 @@ def test_readers_apply_exif_orientation(tmp_path):
 def test_readers_refuse_images_with_values_beyond_8_bits(tmp_path, kind):
     file = tmp_path / "depth.tif"
     Image.fromarray(np.linspace(0, 60_000, 256).astype(kind).reshape(16, 16)).save(file)
-    processor = open_processor(write_image_model(tmp_path / "model"), "model")
+    processor = open_processor(write_image_model(tmp_path / "model"), "in model")
     with pytest.raises(ConversionError, match=r"depth\.tif.* 8 bits"):
         processed_image(file, processor, 3)
     with pytest.raises(EvalError, match=r"depth\.tif.* 8 bits"):

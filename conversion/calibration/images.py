@@ -45,8 +45,9 @@ def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.
     count = min(count, len(files))
     selected = [files[index * len(files) // count] for index in range(count)]
     shape, source_folder = image_shape(config), source.files[0].parent
-    processor = open_processor(source_folder, source_folder.name)
-    return torch.cat([image_of_shape(file, processor, shape, source_folder.name) for file in selected])
+    place = f"in {source_folder.name}"
+    processor = open_processor(source_folder, place)
+    return torch.cat([image_of_shape(file, processor, shape, place) for file in selected])
 
 
 @dataclass(frozen=True)

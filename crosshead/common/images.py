@@ -1,5 +1,6 @@
 """Reads images with Pillow and the model's own image processor."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ HIGHEST = 255
 """Highest pixel value in these modes."""
 
 
-def open_processor(model: str | Path, label: str) -> Any:
-    """The image processor of a model, given as a directory or a Hub id; `label` names the model in errors."""
+def open_processor(model: str | Path, place: str, error_type: type[ValueError] = ConversionError) -> Any:
+    """The image processor of a model, given as a directory or a Hub id; `place` is, for example, "in NAME"."""
     local = Path(model).is_dir()
     try:
         return AutoImageProcessor.from_pretrained(
             **pretrained_arguments(str(model)), local_files_only=local, trust_remote_code=False
         )
     except Exception as error:  # damaged files, and libraries that a processor needs
-        raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
+        raise error_type(f"the image processor {place} cannot be loaded: {one_line(error)}") from None
 
 
 def upright(image: Any, channels: int) -> Any:
@@ -53,12 +54,17 @@ def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
     return values
 
 
-def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
+def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], place: str) -> torch.Tensor:
     """The float32 pixel values of an image file; `ConversionError` unless their shape is (1, *shape)."""
     pixels = processed_image(file, processor, shape[0]).float()
-    if pixels.shape[1:] != shape:
-        raise ConversionError(
-            f"the image processor in {label} gives pixel values of shape {list(pixels.shape[1:])}, but the model "
-            f"reads {list(shape)}: use the model's own preprocessor_config.json"
-        )
+    check_shape(pixels.shape[1:], shape, place, ConversionError)
     return pixels
+
+
+def check_shape(actual: Sequence[int], shape: tuple[int, int, int], place: str, error_type: type[ValueError]) -> None:
+    """Raise `error_type` unless an image processor gives pixel values of the shape that the model reads."""
+    if tuple(actual) != shape:
+        raise error_type(
+            f"the image processor {place} gives pixel values of shape {list(actual)}, but the model reads "
+            f"{list(shape)}: use the model's own preprocessor_config.json"
+        )

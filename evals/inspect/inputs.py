@@ -138,10 +138,11 @@ def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]
 def _image_reader(opened: Opened, time: int) -> ImageReader:
     if opened.config.model_type == DIT:
         return image_reader(opened, time)
-    processor = open_processor(opened.name, opened.label)
+    place = f"in {opened.label}"
+    processor = open_processor(opened.name, place)
 
     def read(file: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        pixels = image_of_shape(file, processor, image_shape(opened.config), opened.label)
+        pixels = image_of_shape(file, processor, image_shape(opened.config), place)
         return {"pixel_values": pixels}, _colours(pixels[0], processor)
 
     return read

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_location import pretrained_arguments
+from crosshead.common.images import MODES, check_shape, open_processor
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -62,15 +62,16 @@ class Classes(Objective):
         require_pillow()
         channels, height, width = self.shape
         path = self.recipe.model.path
-        if channels not in (1, 3):
+        if channels not in MODES:
             raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
         if path is None and height != width:
             raise RecipeError(f"model.config has image_size=[{height}, {width}]: use one number, for square images")
         options, columns = self.options, (self.options.image_column, self.options.label_column)
-        processor = image_processor(height, channels, options.crop) if path is None else load_image_processor(path)
-        inputs = find_images(self.recipe.data, columns, processor, channels)
-        if path is not None:
-            check_shape(inputs, self.shape, path)
+        if path is None:
+            return find_images(self.recipe.data, columns, image_processor(height, channels, options.crop), channels)
+        place = f"of model.path={path}"
+        inputs = find_images(self.recipe.data, columns, open_processor(path, place, RecipeError), channels)
+        check_processor(inputs, self.shape, place)
         return inputs
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
@@ -120,29 +121,15 @@ class Classes(Objective):
         return {"pixel_values": inputs["pixel_values"]}
 
 
-def load_image_processor(path: str) -> Any:
-    """Load the image processor of the model in `model.path`."""
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's export needs torchvision
-
-    try:
-        return AutoImageProcessor.from_pretrained(**pretrained_arguments(path), trust_remote_code=False)
-    except Exception as error:  # damaged files, or a missing package that the processor needs
-        raise RecipeError(f"the image processor of model.path={path} cannot be loaded: {one_line(error)}") from None
-
-
-def check_shape(inputs: ImageInputs, shape: tuple[int, int, int], path: str) -> None:
+def check_processor(inputs: ImageInputs, shape: tuple[int, int, int], place: str) -> None:
     """Raise `RecipeError` if the image processor's output does not have the shape that the model reads."""
     channels, height, width = shape
-    blank = require_pillow().Image.new("L" if channels == 1 else "RGB", (2 * width, height))
+    blank = require_pillow().Image.new(MODES[channels], (2 * width, height))
     try:
-        actual = tuple(inputs.pixels(blank).shape)
+        actual = inputs.pixels(blank).shape
     except Exception as error:
-        raise RecipeError(f"the image processor of model.path={path} fails: {one_line(error)}") from None
-    if actual != shape:
-        raise RecipeError(
-            f"the image processor of model.path={path} gives pixel values of shape {list(actual)}, but the model "
-            f"reads {list(shape)}: use the model's own preprocessor_config.json"
-        )
+        raise RecipeError(f"the image processor {place} fails: {one_line(error)}") from None
+    check_shape(actual, shape, place, RecipeError)
 
 
 def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:

@@ -210,9 +210,9 @@ def test_transnext_last_stage_matches_oracle(tmp_path, report, case):
 
     inputs = []
     attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    processor = open_processor(tmp_path / "model", "model")
+    processor = open_processor(tmp_path / "model", "in model")
     with torch.no_grad():
-        model(image_of_shape(image, processor, (3, 96, 96), "model"))
+        model(image_of_shape(image, processor, (3, 96, 96), "in model"))
     weights = {name: each.detach().double() for name, each in attention.named_parameters()}
     mixers = model.config.mixers_of_layer(4)
     shape = transnext_oracle.Attention(4, 1, 3, 3, 4)

@@ -20,7 +20,7 @@ from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.image_objective import check_shape, keep_numbers
+from crosshead.recipes.trainer.image_objective import check_processor, keep_numbers
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
 from image_toys import CLASSIFIER, write_image_model
@@ -247,7 +247,7 @@ def test_mismatched_image_channels_are_refused(tmp_path):
     recipe = toy_recipe(VIT, tmp_path)
     inputs = objective_of(recipe).load_processor()
     with pytest.raises(RecipeError, match=r"\[3, 64, 64\].*\[1, 64, 64\]"):
-        check_shape(inputs, (1, 64, 64), "here")
+        check_processor(inputs, (1, 64, 64), "here")
 
 
 @pytest.mark.parametrize(
