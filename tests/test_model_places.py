@@ -13,7 +13,7 @@ from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer import models
-from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.loading import initial_config, load_tokenizer
 from crosshead_command.card_source import origin_of
 from hub_client import hub_with
 from hub_server import Repository
@@ -109,7 +109,7 @@ def test_recipe_loads_the_revision(hub, saved, tmp_path):
     for name, (weights, files) in zip((MODEL, "org/toy"), saved, strict=True):
         trained = recipe(tmp_path, name)
         tokenizer = load_tokenizer(trained)
-        assert models.vocabulary_size(trained) == toys.stock_config("Llama").vocab_size
+        assert initial_config(trained).vocab_size == toys.stock_config("Llama").vocab_size
         assert_equal(models.load_model(trained, tokenizer), weights)
         distilled = replace(trained, distillation=Distillation(teacher=name))
         assert_equal(models.load_teacher(distilled, 61, tokenizer), weights)

@@ -17,8 +17,8 @@ from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages
 from ..data.image_sources import require_pillow
 from ..data.images import ImageInputs, ProcessImage, find_images, image_processor, read_images, renumber
 from ..data.training_data import TrainingData
-from ..schema.model_config import CLASS_COUNT, check_model_type, model_config
-from .loading import load_config
+from ..schema.model_config import CLASS_COUNT
+from .loading import initial_config
 from .objective import LABELS, Objective, Predictions
 
 
@@ -49,13 +49,7 @@ class Classes(Objective):
     @cached_property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width of the model's input images."""
-        options = self.recipe.model
-        if options.path is None:
-            config = model_config(options.config or {}, self.recipe.objective)
-        else:
-            config = load_config(options.path, "model.path", options)
-            check_model_type(config.model_type, self.recipe.objective)
-        return image_shape(config)
+        return image_shape(initial_config(self.recipe))
 
     def load_processor(self) -> ImageInputs:
         """Load the image processor, and open the image sources with their classes."""

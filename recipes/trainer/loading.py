@@ -8,6 +8,7 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.fingerprint import files_digest
 from crosshead.common.model_location import LOADER_STATE, check_layers, pretrained_arguments
 
+from ..schema.model_config import check_model_type, model_config
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
 
@@ -40,6 +41,16 @@ def load_tokenizer(recipe: Recipe) -> Any:
     for state in LOADER_STATE:  # otherwise they would be saved with the tokenizer
         tokenizer.init_kwargs.pop(state, None)
     return tokenizer
+
+
+def initial_config(recipe: Recipe) -> Any:
+    """Return the configuration of the model to train; raise `RecipeError` if the objective cannot train it."""
+    options = recipe.model
+    if options.path is None:
+        return model_config(options.config or {}, recipe.objective)
+    config = load_config(options.path, "model.path", options)
+    check_model_type(config.model_type, recipe.objective)
+    return config
 
 
 def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any:

@@ -10,11 +10,11 @@ from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.model_location import LICENCE_FILES, foreign_link, pretrained_arguments, split_revision
 
-from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
+from ..schema.model_config import check_expert_bias, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
-from .loading import load_config, loading_error
+from .loading import initial_config, loading_error
 from .objectives import objective_of
 from .parameters import ATTENTION, attention_layers, set_trainable
 
@@ -102,13 +102,12 @@ def check_documents_apart(model: Any, key: str) -> None:
 def load_model(recipe: Recipe, processor: Any) -> Any:
     """Return the model to train, in float32: loaded from `model.path`, or random with the recipe's seed."""
     options, objective, trained = recipe.model, recipe.objective, objective_of(recipe)
+    config = initial_config(recipe)
     if options.path is None:
-        config = model_config(options.config or {}, objective)
         trained.complete_config(config, processor)
         with torch.random.fork_rng(devices=[]), named_model_config():
             torch.manual_seed(recipe.train.seed)
             return trained.new_model(config)
-    check_model_type(load_config(options.path, "model.path", options).model_type, objective)
     new_head = trained.new_head(processor)
     model = _load(objective.auto_class, options.path, "model.path", torch.float32, options, new_head)
     if new_head:
@@ -150,14 +149,6 @@ def copied_files(options: ModelOptions) -> list[Path]:
         if path.suffix != ".json" and TOKEN.search(path.read_text(encoding="utf-8", errors="replace")):
             raise RecipeError(f"{path} contains an access token: remove it from the file and revoke it")
     return paths
-
-
-def vocabulary_size(recipe: Recipe) -> int:
-    """Return the vocabulary size of the model to train, from its configuration alone."""
-    options = recipe.model
-    if options.path is None:
-        return model_config(options.config or {}, recipe.objective).vocab_size
-    return load_config(options.path, "model.path", options).vocab_size
 
 
 def load_teacher(recipe: Recipe, vocabulary: int, tokenizer: Any) -> Any:

@@ -21,8 +21,8 @@ from ..data.training_data import Sample, TrainingData, open_data
 from ..schema.recipe import Recipe
 from ..schema.sections import Distillation
 from .checkpoints import move_synced
-from .loading import load_tokenizer, weights_identity
-from .models import load_teacher, vocabulary_size
+from .loading import initial_config, load_tokenizer, weights_identity
+from .models import load_teacher
 from .training_arguments import training_arguments
 
 HIGHEST = 64
@@ -56,7 +56,7 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     arguments = training_arguments(recipe)
     if arguments.world_size > 1:
         raise RecipeError(f"{arguments.world_size} processes would write the same logits: start one")
-    vocabulary, tokenizer = vocabulary_size(recipe), load_tokenizer(recipe)
+    vocabulary, tokenizer = initial_config(recipe).vocab_size, load_tokenizer(recipe)
     teacher = load_teacher(recipe, vocabulary, tokenizer).to(arguments.device)
     data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)

@@ -33,9 +33,8 @@ from crosshead.evals.bench.machine import machine
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.recipe import Recipe, load_recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.loading import initial_config, load_tokenizer
 from crosshead.recipes.trainer.metrics import MetricsFile
-from crosshead.recipes.trainer.models import vocabulary_size
 from crosshead.recipes.trainer.objectives import objective_of
 
 HALF = "explicit-half"
@@ -140,7 +139,7 @@ def trained_model(folder: Path, name: str) -> Path:
 @torch.no_grad()
 def loss(recipe: Recipe, folder: Path) -> float:
     """The loss of a model on the held-out text in float32, in nats per token."""
-    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe))
+    data = open_data(recipe.data, load_tokenizer(recipe), initial_config(recipe).vocab_size)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     batches: Any = DataLoader(data.evaluation, recipe.train.micro_batch)  # type: ignore[arg-type]

@@ -19,8 +19,7 @@ from typing import Any
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer.loading import load_tokenizer
-from crosshead.recipes.trainer.models import vocabulary_size
+from crosshead.recipes.trainer.loading import initial_config, load_tokenizer
 from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 
@@ -35,7 +34,7 @@ ANOTHER_ORDER = 1e-5
 def two_epochs(folder: Path, documents: int) -> Recipe:
     """A recipe that trains on all windows twice: eight sequences per step, two per micro batch."""
     recipe = toy_run(LORA, folder, documents=documents)
-    sources = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe)).sources
+    sources = open_data(recipe.data, load_tokenizer(recipe), initial_config(recipe).vocab_size).sources
     batch = SEQUENCES * recipe.data.length
     train = {"batch_tokens": batch, "tokens": 2 * sum(map(len, sources)) // SEQUENCES * batch, "micro_batch": 2}
     train |= {"lora": LoraOptions(4, 8.0, 0.1), "learning_rate": 1e-3, "warmup": 4.0, "seed": 5}

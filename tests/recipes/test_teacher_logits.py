@@ -16,8 +16,7 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module
-from crosshead.recipes.trainer.loading import load_tokenizer
-from crosshead.recipes.trainer.models import vocabulary_size
+from crosshead.recipes.trainer.loading import initial_config, load_tokenizer
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOG_PROBS, WithTeacher, run_key, save_teacher
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, MIXTURE, killed, losses, resumed, toy_run, train, weights
@@ -52,13 +51,13 @@ def from_disk(recipe, folder, name="from-disk", **changes):
 
 
 def samples_of(recipe):
-    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe))
+    data = open_data(recipe.data, load_tokenizer(recipe), initial_config(recipe).vocab_size)
     return data, data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
 
 
 def with_teacher(recipe):
     data, samples = samples_of(recipe)
-    return WithTeacher(samples, recipe.distillation, run_key(recipe, data), vocabulary_size(recipe))
+    return WithTeacher(samples, recipe.distillation, run_key(recipe, data), initial_config(recipe).vocab_size)
 
 
 @torch.no_grad()
