@@ -27,7 +27,7 @@ from .dit_config import dit_config
 from .model_config import CLASS_COUNT, CLASSIFIERS, known_keys, model_config, named_model_config
 from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 from .recipe import Recipe
-from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
+from .sections import DataOptions, DataSource, ModelOptions
 
 TOY_LAYERS = 4
 STEPS = 6
@@ -89,13 +89,16 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _small_run(recipe: Recipe, folder: Path, model: ModelOptions) -> Recipe:
-    """Return the recipe with the given small model, a few steps and little data."""
+    """Return the recipe with the given small model, and little data for a few steps of two micro batches."""
+    unit, batch = recipe.objective.unit, SEQUENCES * LENGTH if recipe.counts_tokens else SEQUENCES
+    amounts: dict[str, Any] = {unit: STEPS * batch, f"batch_{unit}": batch}
+    warmup = 1.0 if recipe.train.warmup else 0.0
     return replace(
         recipe,
         output=str(folder / "run"),
         model=model,
         data=_toy_data(recipe.data, folder, recipe.counts_tokens),
-        train=_toy_train(recipe.train),
+        train=replace(recipe.train, **amounts, micro_batch=SEQUENCES // 2, warmup=warmup, dtype="float32"),
         watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2),
         checkpoints=replace(recipe.checkpoints, every=STEPS // 2),
         hub=None,
@@ -129,11 +132,16 @@ def toy_config(
     if hasattr(large, "kv_lora_rank"):
         values = {name: getattr(large, name) for name in LATENT}
         sizes |= {name: min(value, LATENT[name]) for name, value in values.items() if value is not None}
+    layers = _spread(large.num_hidden_layers, count)
     if content.get("layer_types"):
-        sizes["layer_types"] = [large.layer_types[index * large.num_hidden_layers // count] for index in range(count)]
+        sizes["layer_types"] = [large.layer_types[layer] for layer in layers]
     ids = {key: value for key, value in content.items() if key.endswith("_token_id") and isinstance(value, int)}
     kept = {key: value for key, value in content.items() if key not in ids or value < vocabulary}
-    return kept | sizes | {"mixers": _toy_mixers(large, count)}
+    if not large.is_encoder_decoder:
+        return kept | sizes | {"mixers": _toy_mixers(large.mixers, layers)}
+    of_decoder, parts = _spread(large.num_decoder_layers, count), large.mixers.items()
+    mixers = {part: _toy_mixers(options, layers if part == "encoder" else of_decoder) for part, options in parts}
+    return kept | sizes | {"mixers": mixers}
 
 
 def _toy_staged_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
@@ -146,34 +154,28 @@ def _toy_staged_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]
         "image_size": 64,
     }
     sizes = {name: size for name, size in sizes.items() if name in known_keys(type(large))}
-    mixers = {name: _toy_options(name, options, first_layers) for name, options in large.mixers.items()}
-    return dict(content) | sizes | {"mixers": mixers}
+    return dict(content) | sizes | {"mixers": _toy_mixers(large.mixers, first_layers)}
 
 
-def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
-    """Return the mechanisms' options for the remaining layers; an encoder-decoder has mechanisms per part."""
-
-    def small(mixers: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        indices = [index * layers // count for index in range(count)]
-        return {name: _toy_options(name, options, indices) for name, options in mixers.items()}
-
-    if not large.is_encoder_decoder:
-        return small(large.mixers, large.num_hidden_layers)
-    layers = {"encoder": large.num_layers}
-    return {part: small(mixers, layers.get(part, large.num_decoder_layers)) for part, mixers in large.mixers.items()}
+def _spread(layers: int, count: int) -> list[int]:
+    """Return `count` evenly spaced indices of layers."""
+    return [index * layers // count for index in range(count)]
 
 
-def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
-    """Return a mechanism's options for a subset of the layers, with the layers renumbered from 0."""
-    kinds = RULES[name].options
-    small = {
-        key: [value[layer] for layer in layers]
-        if isinstance(kinds.get(key), Count) and isinstance(value, list)
-        else value
-        for key, value in options.items()
-    }
-    if LAYERS in options:
-        small[LAYERS] = [index for index, layer in enumerate(layers) if layer in options[LAYERS]] or [len(layers) // 2]
+def _toy_mixers(mixers: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
+    """Return the mechanisms with their options for a subset of the layers, with the layers renumbered from 0."""
+    small: dict[str, Any] = {}
+    for name, options in mixers.items():
+        kinds = RULES[name].options
+        small[name] = {
+            key: [value[layer] for layer in layers]
+            if isinstance(kinds.get(key), Count) and isinstance(value, list)
+            else value
+            for key, value in options.items()
+        }
+        if LAYERS in options:
+            kept = [index for index, layer in enumerate(layers) if layer in options[LAYERS]]
+            small[name][LAYERS] = kept or [len(layers) // 2]
     return small
 
 
@@ -193,21 +195,6 @@ def write_text(path: Path) -> str:
     """Write Python's help topics, a text that is part of CPython, as JSON lines; return the path."""
     path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
     return str(path)
-
-
-def _toy_train(train: TrainOptions) -> TrainOptions:
-    """Return the training options with two micro batches per step, in float32; any warmup becomes one step."""
-    counted = {"tokens": train.tokens, "samples": train.samples}
-    amounts: dict[str, Any] = {"tokens": SEQUENCES * LENGTH, "samples": SEQUENCES}
-    amounts = {unit: batch for unit, batch in amounts.items() if counted[unit] is not None}
-    return replace(
-        train,
-        **{unit: STEPS * batch for unit, batch in amounts.items()},
-        **{f"batch_{unit}": batch for unit, batch in amounts.items()},
-        micro_batch=SEQUENCES // 2,
-        warmup=1.0 if train.warmup else 0.0,
-        dtype="float32",
-    )
 
 
 def write_tokenizer(folder: Path, **special: Any) -> int:
@@ -244,14 +231,13 @@ def _toy_diffusion(recipe: Recipe, folder: Path) -> ModelOptions:
     content = recipe.model.config or {}
     large = dit_config(content)
     count = min(TOY_LAYERS, large.num_layers)
-    blocks = [index * large.num_layers // count for index in range(count)]
     config = content | {
         "num_layers": count,
         "attention_head_dim": HEAD_SIZE,
         "sample_size": SAMPLE_SIZE,
         "patch_size": min(2, large.patch_size),
         "num_embeds_ada_norm": CLASSES,
-        "mixers": {name: _toy_options(name, options, blocks) for name, options in large.mixers.items()},
+        "mixers": _toy_mixers(large.mixers, _spread(large.num_layers, count)),
     }
     vae = None if recipe.model.vae is None else _write_vae(folder / "vae", large.in_channels, recipe.train.seed)
     return replace(recipe.model, config=config, vae=vae)
