@@ -46,14 +46,12 @@ def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[
             _check_not_compressed(path)
             yield _text_blocks(path, advance)
     else:
-        for row, location in _rows(source, advance):
+        rows = _hub_rows(source, advance) if source.kind == "hub" else _file_rows(source, advance)
+        for row, location in rows:
             yield [_document(row, source.column, location, tokenizer)]
 
 
-def _rows(source: DataSource, advance: Advance) -> Iterator[Row]:
-    if source.kind == "hub":
-        yield from _hub_rows(source, advance)
-        return
+def _file_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     for path in source_files(source):
         _check_not_compressed(path)
         with _reading(path):
@@ -179,20 +177,16 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
 def _json_lines(path: Path, advance: Advance) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            content, location = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, f"{path} line {number}"
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise RecipeError(
+                    f"{location} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines"
+                ) from None
             if not line.isspace():
-                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield _json_row(content, f"{path} line {number}")
+                yield json_object(text, location, RecipeError), location
             advance(len(line))
-
-
-def _json_row(line: bytes, location: str) -> Row:
-    try:
-        content = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{location} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines"
-        ) from None
-    return json_object(content, location, RecipeError), location
 
 
 def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
