@@ -47,7 +47,7 @@ class NoiseLoss:
     """Diffusion loss per image for a noise schedule."""
 
     def __init__(self, schedule: Any) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         betas = schedule.betas.double()
         alpha_bars = (1 - betas).cumprod(0)
         previous_alpha_bars = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
@@ -59,10 +59,6 @@ class NoiseLoss:
         self._mean_factors = (
             betas * previous_alpha_bars.sqrt() / (1 - alpha_bars) * ((1 - alpha_bars) / alpha_bars).sqrt()
         )
-
-    def noisy(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Return the noisy images, the inputs of the model."""
-        return self._schedule.add_noise(clean, noise, times)
 
     def __call__(self, prediction: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Return the loss of each image (B), given images (B, channels, height, width) and timesteps (B).

@@ -106,7 +106,7 @@ class Noise(Objective):
     def _denoise(self, model: nn.Module, inputs: dict[str, Any], **options: bool) -> tuple[torch.Tensor, Any]:
         """Return the loss of each image (B), and the model's outputs."""
         clean, noise, times = self._clean(inputs), inputs[NOISE], inputs[TIMES]
-        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **options)
+        outputs = model(self._loss.schedule.add_noise(clean, noise, times), times, inputs[LABELS], **options)
         return self._loss(outputs["sample"], clean, noise, times), outputs
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ def test_pixel_probabilities_add_up_to_one() -> None:
 
 
 def test_noisy_images_equal_diffusers() -> None:
-    noised = NoiseLoss(noise_schedule()).noisy(CLEAN, NOISE, STEPS_TESTED)
+    noised = NoiseLoss(noise_schedule()).schedule.add_noise(CLEAN, NOISE, STEPS_TESTED)
     assert torch.equal(noised, DDPMScheduler().add_noise(CLEAN, NOISE, STEPS_TESTED))
     signal = torch.tensor(CUMULATIVE)[STEPS_TESTED].view(-1, 1, 1, 1)
     torch.testing.assert_close(noised, signal.sqrt() * CLEAN + (1 - signal).sqrt() * NOISE, rtol=1e-4, atol=1e-5)
