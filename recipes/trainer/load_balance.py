@@ -6,8 +6,9 @@ number of tokens that were routed to an expert in the whole step, however the st
 processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ class HeadRouting:
     """The head routers (mechanism mixture) of one model: scores, balance loss and load."""
 
     def __init__(self, config: Any) -> None:
-        mixers = {layer: config.mixers_of_layer(layer) for layer in range(len(config.layouts()))}
-        options = {
-            layer: layer_mixers["mixture"] for layer, layer_mixers in mixers.items() if "mixture" in layer_mixers
-        }
-        selected = {layer: mixture["active_heads"] - mixture["shared_heads"] for layer, mixture in options.items()}
-        self._selected = {layer: count for layer, count in selected.items() if count}
+        self._selected: dict[int, int] = {}
+        for layer in range(len(config.layouts())):
+            mixture = config.mixers_of_layer(layer).get("mixture")
+            if mixture and (count := mixture["active_heads"] - mixture["shared_heads"]):
+                self._selected[layer] = count
         self.layers = tuple(self._selected)
         """Indices of the layers whose router selects heads."""
         self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
@@ -102,17 +102,14 @@ class ExpertBalance(TrainerCallback):
         """Count routed tokens inside the block: use it for the forward pass alone, without recomputed layers."""
         with ExitStack() as stack:
             for name, router in self._routers.items():
-                stack.enter_context(router.register_forward_hook(self._counter(name)))
+                stack.enter_context(router.register_forward_hook(partial(self._count, name)))
             yield
 
-    def _counter(self, name: str) -> Callable[..., None]:
-        def count(router: BiasedRouter, args: Any, output: tuple[torch.Tensor, ...]) -> None:
-            selected = output[2].flatten()
-            if name not in self._counts:
-                self._counts[name] = selected.new_zeros(router.num_experts)
-            self._counts[name].scatter_add_(0, selected, torch.ones_like(selected))
-
-        return count
+    def _count(self, name: str, router: BiasedRouter, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        selected = output[2].flatten()
+        if name not in self._counts:
+            self._counts[name] = selected.new_zeros(router.num_experts)
+        self._counts[name].scatter_add_(0, selected, torch.ones_like(selected))
 
     @torch.no_grad()
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
