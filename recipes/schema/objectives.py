@@ -163,17 +163,13 @@ def check_sources(objective: ObjectiveOptions, sources: tuple[DataSource, ...]) 
                 )
 
 
-def check_classifier(objective: ObjectiveOptions, path: str | None) -> None:
-    """Raise `RecipeError` if `new_classifier` is set for a model from scratch, which has a new classifier anyway."""
-    if isinstance(objective, Classes) and objective.new_classifier and path is None:
-        raise RecipeError(
-            "objective.new_classifier=true has no effect on a model from scratch: leave it out, or give model.path"
-        )
-
-
-def check_pairs(objective: ObjectiveOptions, micro_batch: int) -> None:
-    """Raise `RecipeError` if images are mixed in pairs, but the micro batch is odd."""
-    if isinstance(objective, Classes) and (objective.mixup or objective.cutmix) and micro_batch % 2:
+def check_classes(objective: Classes, path: str | None, micro_batch: int) -> None:
+    """Raise `RecipeError` if an option of image classification has no effect, or does not fit the micro batch."""
+    if (objective.mixup or objective.cutmix) and micro_batch % 2:
         raise RecipeError(
             f"train.micro_batch={micro_batch} is odd, but mixup and cutmix mix pairs of images: use an even number"
+        )
+    if objective.new_classifier and path is None:  # a model from scratch has a new classifier anyway
+        raise RecipeError(
+            "objective.new_classifier=true has no effect on a model from scratch: leave it out, or give model.path"
         )

@@ -26,9 +26,9 @@ from .objectives import (
     OBJECTIVES,
     TOKENS,
     AnyObjective,
+    Classes,
     Noise,
-    check_classifier,
-    check_pairs,
+    check_classes,
     check_sources,
     check_unit,
 )
@@ -75,8 +75,8 @@ class Recipe(sections.Section):
         name, train = self.objective.name, self.train
         check_unit(self.objective, train)
         check_sources(self.objective, self.data.sources + self.data.evaluation)
-        check_pairs(self.objective, train.micro_batch)
-        check_classifier(self.objective, self.model.path)
+        if isinstance(self.objective, Classes):
+            check_classes(self.objective, self.model.path, train.micro_batch)
         if self.counts_tokens and self.model.path is None and self.model.tokenizer is None:
             raise RecipeError("model.tokenizer is missing: a model from scratch has none")
         is_noise = isinstance(self.objective, Noise)
