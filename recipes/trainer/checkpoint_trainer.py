@@ -56,25 +56,23 @@ class CheckpointTrainer(Trainer):
 
     def save_result(self, folder: Path) -> None:
         """Save only the trained model, with merged LoRA weights, for `from_pretrained`."""
-        if has_lora(self.model):
-            if self.args.should_save:
-                self.model.merge_and_unload().save_pretrained(str(folder))
-            return
-        if self._is_dit:
-            if self.args.should_save:
-                save_model(self.model, folder)
-            return
         state = self.accelerator.get_state_dict(self.model_wrapped) if self._is_sharded else None
-        if self.args.should_save:
+        if not self.args.should_save:
+            return
+        if has_lora(self.model):
+            self.model.merge_and_unload().save_pretrained(str(folder))
+        elif self._is_dit:
+            save_model(self.model, folder)
+        else:
             self._unwrapped().save_pretrained(str(folder), state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the model for a checkpoint: tensors as in memory, not converted, and no pickled arguments."""
-        if self._is_dit:
-            if self.args.should_save:
-                save_weights(self.model, Path(str(output_dir)))
+        if not self.args.should_save:
             return
-        if self.args.should_save:
+        if self._is_dit:
+            save_weights(self.model, Path(str(output_dir)))
+        else:
             self._unwrapped().save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 
     def _unwrapped(self) -> Any:
