@@ -115,14 +115,9 @@ class TrainingData:
         samples = RunSamples(self.sources, self.weights, seed, count)
         return samples if self.prepare is None else Prepared(samples, self.prepare, f"training {seed}")
 
-    def prepared(self, prepare: Prepare, evaluation: Prepare | None = None) -> "TrainingData":
-        """Return the same data with a random transformation, the same for all seeds in evaluation.
-
-        `evaluation` is the transformation of evaluation samples, by default `prepare`.
-        """
-        samples = self.evaluation
-        if samples is not None:
-            samples = Prepared(samples, evaluation or prepare, "evaluation")
+    def prepared(self, prepare: Prepare, evaluation: Prepare) -> "TrainingData":
+        """Return the same data with random transformations; that of evaluation is the same for all seeds."""
+        samples = None if self.evaluation is None else Prepared(self.evaluation, evaluation, "evaluation")
         return replace(self, prepare=prepare, evaluation=samples)
 
 

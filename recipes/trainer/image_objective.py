@@ -104,11 +104,10 @@ class Classes(Objective):
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """Return one prediction per image, with soft targets in training."""
-        logits, labels = outputs["logits"], inputs[LABELS]
         if SHARES not in inputs:
-            return [Predictions("", logits, labels)]
-        shares, smoothing = inputs[SHARES], self.options.label_smoothing
-        return [SoftPredictions("", logits, labels, inputs[OTHER_LABELS], shares, smoothing)]
+            return super().predictions(outputs, inputs)
+        labels, others, shares = (inputs[name] for name in (LABELS, OTHER_LABELS, SHARES))
+        return [SoftPredictions("", outputs["logits"], labels, others, shares, self.options.label_smoothing)]
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return only the pixel values."""

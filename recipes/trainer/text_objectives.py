@@ -111,7 +111,7 @@ class CorruptionObjective(TextObjective):
         """Open windows that fit `data.length` after the corruption, which is the same in each evaluation."""
         corruption = self.corruption(processor, config)
         windows = replace(self.recipe.data, length=corruption.text_length)
-        return open_data(windows, processor, config.vocab_size, progress).prepared(corruption)
+        return open_data(windows, processor, config.vocab_size, progress).prepared(corruption, corruption)
 
 
 class MaskedTokens(CorruptionObjective):
@@ -130,7 +130,7 @@ class MaskedTokens(CorruptionObjective):
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """Return the predictions of masked tokens and, with two segments, of their order."""
         if ORDER_LABELS not in inputs:
-            return [Predictions("", outputs["logits"], inputs[LABELS])]
+            return super().predictions(outputs, inputs)
         order = next(outputs[name] for name in ORDER_LOGITS if name in outputs)
         return [
             Predictions("", outputs["prediction_logits"], inputs[LABELS]),
@@ -166,10 +166,6 @@ class Spans(CorruptionObjective):
         """Return the number of decoder tokens of a sample."""
         _, noise, spans = span_sizes(self.options, self.recipe.data.length)
         return noise + spans + 1
-
-    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """Return the predictions of all decoder tokens."""
-        return [Predictions("", outputs["logits"], inputs[LABELS])]
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of the model, without a cache."""
