@@ -1,7 +1,8 @@
 """Errors that a user sees as one line: the message names the faulty input, its value, and the remedy."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 BARE = (LookupError, ArithmeticError, AttributeError)
@@ -38,6 +39,15 @@ def one_line(error: BaseException) -> str:
     """The message of an exception on one line, without credentials; with its type if it is BARE or has no message."""
     message = CREDENTIALS.sub(r"\1", " ".join(str(error).split()))
     return f"{type(error).__name__} {message}".strip() if isinstance(error, BARE) or not message else message
+
+
+@contextmanager
+def os_errors(error_type: type[ValueError], message: str) -> Iterator[None]:
+    """Convert an `OSError` inside the block to an `error_type`: the message, followed by the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{message}: {error.strerror or one_line(error)}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

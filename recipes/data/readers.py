@@ -6,12 +6,11 @@ A document is an iterable of strings, the parts of its text. Exhaust it before y
 import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
 
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, one_line, os_errors
 from crosshead.common.hub_rows import hub_rows
 from crosshead.common.plain_text import check_characters, conversation_text, json_object
 
@@ -54,7 +53,7 @@ def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[
 def _file_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     for path in source_files(source):
         _check_not_compressed(path)
-        with _reading(path):
+        with os_errors(RecipeError, f"{path} cannot be read"):
             if source.kind == "jsonl":
                 yield from _json_lines(path, advance)
             else:
@@ -62,7 +61,7 @@ def _file_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
 
 
 def _check_not_compressed(path: Path) -> None:
-    with _reading(path), path.open("rb") as file:
+    with os_errors(RecipeError, f"{path} cannot be read"), path.open("rb") as file:
         if file.read(len(GZIP)) == GZIP:
             raise RecipeError(
                 f"{path} is compressed (gzip): unpack it, or give its folder with kind: hub, which reads such "
@@ -143,19 +142,10 @@ def file_states(files: list[Path]) -> list[Any]:
     return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Convert an `OSError` inside the block to a `RecipeError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
-
-
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     begin, mark = 0, BYTE_ORDER_MARK
-    with _reading(path), path.open("rb") as file:
+    with os_errors(RecipeError, f"{path} cannot be read"), path.open("rb") as file:
         while True:
             raw = file.read(BLOCK)
             begin -= len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block

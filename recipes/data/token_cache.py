@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, os_errors
 from crosshead.common.posix import lock_file
 from crosshead.common.progress import Counter, Progress, silent
 
@@ -79,24 +79,20 @@ def open_cache(
 
     The progress counts the bytes that were read or, for a Hub dataset, the documents.
     """
-    try:
+    with os_errors(RecipeError, f"{source.path} cannot be read"):
         key = {"format": FORMAT, "source": source_fingerprint(source), "encoder": encoder.fingerprint()}
         key |= {"held_out": held_out}
-    except OSError as error:
-        raise RecipeError(f"{source.path} cannot be read: {error.strerror}") from error
     folder = root / blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
     cached = _complete(folder, encoder)
     if cached is not None:
         return cached
-    try:
+    with os_errors(RecipeError, f"the token cache {root} cannot be written"):
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{folder.name}.lock") as is_locked:
             if is_locked:
                 for partial in root.glob(f".{folder.name}.*partial"):  # left by a killed process
                     shutil.rmtree(partial)
             return _complete(folder, encoder) or _build(folder, key, source, encoder, held_out, progress)
-    except OSError as error:
-        raise RecipeError(f"the token cache {root} cannot be written: {error.strerror or one_line(error)}") from error
 
 
 def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:

@@ -16,12 +16,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, one_line, os_errors
 from crosshead.common.posix import lock_file
 
 from .process_group import is_main_process
@@ -81,13 +81,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def writable(output: Path) -> Iterator[None]:
+def writable(output: Path) -> AbstractContextManager[None]:
     """Convert an `OSError` inside the block to a `RecipeError` that names the output folder."""
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
+    return os_errors(RecipeError, f"output={output} cannot be written")
 
 
 @contextmanager
