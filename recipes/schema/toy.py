@@ -8,10 +8,13 @@ weights for the initial model and the teacher if the recipe has them.
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from math import cos, pi, sin
 from pathlib import Path
 from pydoc_data.topics import topics
+from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -21,8 +24,8 @@ from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
+from ..data.image_sources import require_pillow
 from ..data.images import image_processor
-from ..data.toy_images import CLASSES, write_toy_images
 from .dit_config import dit_config
 from .model_config import CLASS_COUNT, CLASSIFIERS, known_keys, model_config, named_model_config
 from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
@@ -46,6 +49,10 @@ SYSTEM_ERROR = "(os error "
 """Marks an operating-system error in the messages of Rust libraries (safetensors, tokenizers)."""
 HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8
 """Toy diffusion model: head dimension, side length in pixels or latents, channels of the autoencoder."""
+CLASSES, IMAGES, IMAGE_SIZE = 4, 12, 32
+"""Toy images: number of classes, number of images per class, and side length in pixels."""
+PERIOD, NOISE = 8.0, 0.2
+"""Stripe period in pixels, and standard deviation of the noise for stripes with values from -1 to 1."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
@@ -195,6 +202,24 @@ def write_text(path: Path) -> str:
     """Write Python's help topics, a text that is part of CPython, as JSON lines; return the path."""
     path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
     return str(path)
+
+
+def write_toy_images(folder: Path) -> str:
+    """Write images of stripes, whose direction is the class, as PNG files in one folder per class; return the path."""
+    pillow = require_pillow()
+    rows, columns = np.indices((IMAGE_SIZE, IMAGE_SIZE))
+    for number in range(CLASSES):
+        angle = pi * number / CLASSES
+        class_folder = folder / f"{round(180 * number / CLASSES)}_degrees"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        for index in range(IMAGES):
+            draws = Random(f"{number} {index}")
+            phase = draws.uniform(0, 2 * pi)
+            waves = np.sin(2 * pi / PERIOD * (columns * cos(angle) + rows * sin(angle)) + phase)
+            noise = np.array([draws.gauss(0, NOISE) for _ in range(waves.size)]).reshape(waves.shape)
+            pixels = np.clip(127.5 * (1 + 0.7 * (waves + noise)), 0, 255).astype(np.uint8)
+            pillow.Image.fromarray(pixels).save(class_folder / f"{index}.png")
+    return str(folder)
 
 
 def write_tokenizer(folder: Path, **special: Any) -> int:

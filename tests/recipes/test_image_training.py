@@ -13,12 +13,11 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.images import ImageInputs
-from crosshead.recipes.data.toy_images import write_toy_images
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import DataSource
-from crosshead.recipes.schema.toy import toy
+from crosshead.recipes.schema.toy import toy, write_toy_images
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.image_objective import check_processor, keep_numbers
 from crosshead.recipes.trainer.models import load_model

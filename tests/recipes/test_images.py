@@ -16,10 +16,10 @@ from crosshead.common.progress import silent
 from crosshead.recipes.data import image_sources
 from crosshead.recipes.data.augmentation import Augmentation
 from crosshead.recipes.data.images import ProcessImage, find_images, image_processor, read_images
-from crosshead.recipes.data.toy_images import write_toy_images
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.objectives import Classes
 from crosshead.recipes.schema.sections import DataOptions, DataSource
+from crosshead.recipes.schema.toy import write_toy_images
 
 COLUMNS = ("image", "label")
 PLAIN = Augmentation((8, 8), Classes(crop=1.0, flip=False))
