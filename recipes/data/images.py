@@ -19,9 +19,6 @@ from .image_mixing import MIXING
 from .image_sources import ClassFolders, DatasetImages, ImageSource, decoded, digests
 from .training_data import Draws, Sample, TrainingData
 
-FOLDERS = "images"
-"""Value of `DataSource.kind` for a folder with one folder per class."""
-
 
 @dataclass(frozen=True)
 class ImageInputs:
@@ -51,7 +48,7 @@ def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, 
     """Open the sources and check that their classes agree; `columns` name image and label in a Hub dataset."""
 
     def open_source(source: DataSource) -> ImageSource:
-        images: ImageSource = ClassFolders(source) if source.kind == FOLDERS else DatasetImages(source, *columns)
+        images: ImageSource = ClassFolders(source) if source.kind == "images" else DatasetImages(source, *columns)
         if inputs:
             check_classes(source.path, images.classes, options.sources[0].path, inputs[0].classes)
         inputs.append(images)
