@@ -21,10 +21,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     key = "model.tokenizer" if options.tokenizer else "model.path"
     name = str(options.tokenizer or options.path)
     check_no_adapters(options.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**pretrained_arguments(name), trust_remote_code=False)
-    except Exception as error:  # damaged files raise many exception types
-        raise RecipeError(f"the tokenizer of {loading_error(key, name, error, options)}") from None
+    tokenizer = load_pretrained(AutoTokenizer, key, name, options, "the tokenizer of ", trust_remote_code=False)
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
         raise RecipeError(
@@ -59,10 +56,7 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
 
     if key == "model.path":
         check_no_adapters(name)
-    try:
-        config = AutoConfig.from_pretrained(**pretrained_arguments(name), trust_remote_code=False)
-    except Exception as error:  # damaged files raise many exception types
-        raise RecipeError(loading_error(key, name, error, options)) from None
+    config = load_pretrained(AutoConfig, key, name, options, trust_remote_code=False)
     check_layers(config, f"{key}={name}", RecipeError)
     return config
 
@@ -85,12 +79,22 @@ def weights_identity(name: str, config: Any) -> str:
     return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]
 
 
-def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
-    """Return the message for a model or tokenizer that cannot be loaded, with `model.convert` if it applies."""
+def load_pretrained(
+    kind: Any, key: str, name: str, options: ModelOptions | None = None, part: str = "", **arguments: Any
+) -> Any:
+    """Call `kind.from_pretrained` for the model that a recipe's `key` names; `RecipeError` if it cannot be loaded.
+
+    The message begins with `part`, such as "the tokenizer of ", and quotes `model.convert` if it applies.
+    """
+    try:
+        return kind.from_pretrained(**pretrained_arguments(name), **arguments)
+    except Exception as error:  # damaged files raise many exception types
+        reason = one_line(error)
     if Path(name).is_dir():
-        return f"{key}={name} cannot be loaded: {one_line(error)}"
+        raise RecipeError(f"{part}{key}={name} cannot be loaded: {reason}")
     advice = ""
     if options is not None and options.convert is not None and name == options.path:
         lines = options.convert.replace("\\\n", " ").strip().splitlines()
         advice = f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
-    return f"{key}={name} is not a folder, and cannot be loaded from the Hub: {one_line(error).rstrip('.')}{advice}"
+    place = f"{part}{key}={name} is not a folder, and cannot be loaded from the Hub"
+    raise RecipeError(f"{place}: {reason.rstrip('.')}{advice}")

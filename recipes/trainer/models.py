@@ -8,13 +8,13 @@ import transformers
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_location import LICENCE_FILES, foreign_link, pretrained_arguments, split_revision
+from crosshead.common.model_location import LICENCE_FILES, foreign_link, split_revision
 
 from ..schema.model_config import check_expert_bias, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
-from .loading import initial_config, loading_error
+from .loading import initial_config, load_pretrained
 from .objectives import objective_of
 from .parameters import ATTENTION, attention_layers, set_trainable
 
@@ -190,19 +190,18 @@ def _load(
 
     With `new_head`, changes to the configuration, tensors outside of the backbone may be missing or mismatched.
     """
-    kind: Any = getattr(transformers, auto_class)
-    try:
-        model, report = kind.from_pretrained(
-            **pretrained_arguments(name),
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # checked below
-            trust_remote_code=False,
-            **(new_head or {}),
-        )
-    except Exception as error:
-        raise RecipeError(loading_error(key, name, error, options)) from None
+    model, report = load_pretrained(
+        getattr(transformers, auto_class),
+        key,
+        name,
+        options,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # checked below
+        trust_remote_code=False,
+        **(new_head or {}),
+    )
 
     def is_replaced(tensor: str) -> bool:
         return bool(new_head) and not tensor.startswith(f"{model.base_model_prefix}.")

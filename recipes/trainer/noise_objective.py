@@ -9,7 +9,6 @@ from torch import nn
 
 from crosshead.common.errors import RecipeError
 from crosshead.common.images import MODES
-from crosshead.common.model_location import pretrained_arguments
 from crosshead.common.progress import Progress
 
 from ..data.images import ImageInputs, find_images, read_images
@@ -18,7 +17,7 @@ from ..data.training_data import TrainingData
 from ..schema.dit_config import DiTFields, dit_config
 from .dit_model import initialise, share_embeddings
 from .load_balance import HeadRouting
-from .loading import loading_error
+from .loading import load_pretrained
 from .noise_loss import NoiseLoss, noise_schedule
 from .objective import LABELS, LOSS, Objective, Predictions, Scores
 
@@ -138,11 +137,7 @@ def load_vae(name: str, channels: int) -> Any:
     """Load a frozen autoencoder; raise `RecipeError` unless its latents have `channels` channels."""
     from diffusers import AutoencoderKL
 
-    kind: Any = AutoencoderKL
-    try:
-        vae = kind.from_pretrained(**pretrained_arguments(name), use_safetensors=True, torch_dtype=torch.float32)
-    except Exception as error:  # damaged files raise many exception types
-        raise RecipeError(loading_error("model.vae", name, error)) from None
+    vae = load_pretrained(AutoencoderKL, "model.vae", name, use_safetensors=True, torch_dtype=torch.float32)
     if vae.config.latent_channels != channels:
         raise RecipeError(
             f"model.vae={name} has {vae.config.latent_channels} latent channels, but model.config.in_channels="
