@@ -137,7 +137,10 @@ def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None
         if IMAGE_PROCESSOR not in files:
             raise ConversionError(f"{name} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
     elif not any(needed <= files for needed in _TOKENIZERS):
-        raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
+        remedy = "copy the tokenizer's files into it"
+        if "vocab.txt" in files:
+            remedy = "make one from its vocab.txt, with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): {remedy}")
 
 
 def _open_gguf(path: Path, scratch: Path) -> Source:

@@ -77,6 +77,9 @@ FILES = {
     "fp8": Case("'F8_E4M3'", replace_tensor(KEY, lambda old: old.to(torch.float8_e4m3fn))),
     "int8": Case("'I8'", replace_tensor(KEY, lambda old: old.to(torch.int8))),
     "no tokenizer": Case("tokenizer", remove("tokenizer.json")),
+    "only a vocab.txt": Case(
+        "from its vocab.txt, with AutoTokenizer", both(remove("tokenizer.json"), write("vocab.txt", "[UNK]\na"))
+    ),
     "tokenizer without content": Case("tokenizer", write("tokenizer.json", "{}")),
     "tokenizer is no JSON": Case("tokenizer", write("tokenizer.json", "\0")),
     "tokenizer of another model": Case("5000", save_other_tokenizer),
