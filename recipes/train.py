@@ -77,6 +77,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         main_process_first(partial(checkpoints.claim_output, output, run))
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
+        checkpoints.prune(output, recipe.checkpoints.keep)  # a killed run may have left more
     if not (output / checkpoints.MODEL / RESULT).is_file():
         if recipe.attention_loss_steps >= recipe.steps and is_main_process():
             logger.warning(

@@ -172,8 +172,12 @@ def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # it may be a link to another file
     # a lone surrogate, as in a file name that is not UTF-8, becomes its JSON escape
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def record_file(folder: Path, stock: bool) -> Path:

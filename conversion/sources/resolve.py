@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import quoted, read_object
-from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.errors import ConversionError, one_line, temporary_files
 from crosshead.common.model_location import expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
@@ -145,7 +145,8 @@ def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None
 
 def _open_gguf(path: Path, scratch: Path) -> Source:
     store = GgufStore(path)
-    write_side_files(store, scratch)
+    with temporary_files():
+        write_side_files(store, scratch)
     origin, files = {"kind": "gguf", "name": path.name}, _side_files(scratch)
     _check_tokens(files, str(path))
     return Source(store, store.config, files, origin, _digest(store.fingerprint()), store.dropped)

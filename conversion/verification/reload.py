@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from crosshead.common.errors import ConversionError
+from crosshead.common.errors import ConversionError, temporary_files
 from crosshead.common.free_memory import fits_in_memory
 
 from ..sources.model_folder import code_references
@@ -34,7 +34,7 @@ def reload_check(
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
     fits = fits_in_memory(sum(4 * prod(shape) for shape in shapes.values()))
-    with TemporaryDirectory() as scratch:
+    with temporary_files(), TemporaryDirectory() as scratch:
         logits, inputs = Path(scratch, "logits.safetensors"), Path(scratch, "inputs.safetensors")
         save_file({"inputs": tokens.contiguous()}, inputs)
         job = {

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from crosshead_command.screen import InterruptedByUserError
+
 QUICK, HF = "quick", "hf"
 HARNESS_DEFAULTS = {"include_path": None, "backend": HF, "confirm_run_unsafe_code": False}
 """Default values of the options that only lm-evaluation-harness uses."""
@@ -76,15 +78,26 @@ def evaluate(
     check_targets([out], overwrite)
     options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdecimal() else batch_size}
     options |= {"compared": compare, "trust_remote_code": trust_remote_code, "progress": _show_progress}
-    options["save"] = lambda report: write_atomically({out: json.dumps(report, indent=2) + "\n"})
-    if data is not None:
-        from crosshead.evals.scoring.evaluate import score_data
+    saved = 0
 
-        report = score_data(models, data, **options)
-    else:
-        from crosshead.evals.harness.evaluate import evaluate as run
+    def save(report: dict[str, Any]) -> None:
+        nonlocal saved
+        write_atomically({out: json.dumps(report, indent=2) + "\n"})
+        saved = len(report["models"])
 
-        report = run(models, QUICK if suite is None else suite, tasks=_names(tasks), **tools, **options)
+    options["save"] = save
+    try:
+        if data is not None:
+            from crosshead.evals.scoring.evaluate import score_data
+
+            report = score_data(models, data, **options)
+        else:
+            from crosshead.evals.harness.evaluate import evaluate as run
+
+            report = run(models, QUICK if suite is None else suite, tasks=_names(tasks), **tools, **options)
+    except KeyboardInterrupt as error:
+        message = f"{out} has the scores of {saved} of {len(models)} models" if saved else ""
+        raise InterruptedByUserError(message) from error
     lines = [*eval_lines(report), f"wrote {out}"]
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines))
 

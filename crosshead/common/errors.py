@@ -1,6 +1,7 @@
 """Errors that a user sees as one line: the message names the faulty input, its value, and the remedy."""
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -9,6 +10,8 @@ BARE = (LookupError, ArithmeticError, AttributeError)
 """Exceptions whose message is often only a name or a number."""
 CREDENTIALS = re.compile(r"(\b\w+://)[^/@\s]+@")
 """Matches user name and password after the scheme of a URL."""
+FULL_DISK = ("No space left on device", "Disk quota exceeded")
+"""Parts of the messages of the operating system, also inside those of libraries."""
 
 
 class ConversionError(ValueError):
@@ -48,6 +51,20 @@ def os_errors(error_type: type[ValueError], message: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise error_type(f"{message}: {error.strerror or one_line(error)}") from error
+
+
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Convert the error of a full disk to a `ConversionError`; the block writes only below `tempfile.gettempdir()`."""
+    try:
+        yield
+    except Exception as error:
+        if not any(text in str(error) for text in FULL_DISK):
+            raise
+        raise ConversionError(
+            f"the disk of the temporary folder {tempfile.gettempdir()} is full: free some space, or name another "
+            "folder in TMPDIR"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -86,7 +86,7 @@ def open_cache(
     cached = _complete(folder, encoder)
     if cached is not None:
         return cached
-    with os_errors(RecipeError, f"the token cache {root} cannot be written"):
+    with os_errors(RecipeError, f"data.cache={root} cannot be written, choose another folder"):
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{folder.name}.lock") as is_locked:
             if is_locked:

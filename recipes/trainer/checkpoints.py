@@ -56,8 +56,14 @@ def publish(partial: Path, output: Path, keep: int) -> None:
     sizes = {file.relative_to(partial).as_posix(): file.stat().st_size for file in files}
     (partial / LIST).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
     move_synced(partial, output / partial.name)
+    prune(output, keep)
+
+
+def prune(output: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints."""
     for old in checkpoints(output)[keep:]:
-        shutil.rmtree(old.rename(partial.parent / old.name))
+        (output / PARTIAL).mkdir(exist_ok=True)
+        shutil.rmtree(old.rename(output / PARTIAL / old.name))
 
 
 def move_synced(partial: Path, target: Path) -> None:
@@ -105,13 +111,13 @@ def locked_output(output: Path) -> Iterator[None]:
         try:
             lock_file(file, output)
         except BlockingIOError:
-            raise RecipeError(f"another process trains in {output}: wait for it, or choose another output") from None
+            raise RecipeError(f"another process writes to {output}: wait for it, or choose another folder") from None
         try:
             yield
         except BaseException:
-            written = {path.name for path in output.iterdir() if path.stat().st_size}
+            written = {path.name for path in output.glob("*") if path.stat().st_size}
             if is_new and written <= {LOCK, RUN, RUN_PARTIAL}:  # failed before the training
-                shutil.rmtree(output)
+                shutil.rmtree(output, ignore_errors=True)
             raise
 
 
@@ -123,9 +129,12 @@ def writing(name: str, output: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        free = shutil.disk_usage(output).free / 1e9
         shutil.rmtree(output / PARTIAL, ignore_errors=True)
-        free, newest = shutil.disk_usage(output).free / 1e9, next(iter(checkpoints(output)), None)
+        if not isinstance(error, Exception):
+            raise
+        newest = next(iter(checkpoints(output)), None)
         advice = f"resumes from {newest.name}, which is unchanged" if newest else "starts again"
         raise RecipeError(
             f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; the same "

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, one_line, os_errors
 from crosshead.common.progress import Progress, silent
 
 from ..data.training_data import Sample, TrainingData, open_data
 from ..schema.recipe import Recipe
 from ..schema.sections import Distillation
-from .checkpoints import move_synced
+from .checkpoints import LOCK, locked_output, move_synced
 from .loading import initial_config, load_tokenizer, weights_identity
 from .models import load_teacher
 from .training_arguments import training_arguments
@@ -60,23 +60,22 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     teacher = load_teacher(recipe, vocabulary, tokenizer).to(arguments.device)
     data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
-    if folder.exists():
-        raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
     partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
-            shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
-        identity = weights_identity(recipe.distillation.teacher, teacher.config)
-        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, "teacher": identity}
-        record |= run_key(recipe, data)
-        (partial / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
-        move_synced(partial, folder)
-    except OSError as error:
-        raise RecipeError(f"the teacher's logits cannot be written to {folder}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with os_errors(RecipeError, f"the teacher's logits cannot be written to {folder}"), locked_output(partial):
+        if folder.exists():
+            shutil.rmtree(partial)
+            raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
+        try:
+            with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
+                shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
+            identity = weights_identity(recipe.distillation.teacher, teacher.config)
+            record = {"shape": shape, "vocabulary": teacher.config.vocab_size, "teacher": identity}
+            record |= run_key(recipe, data)
+            (partial / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+            (partial / LOCK).unlink()
+            move_synced(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @torch.inference_mode()

@@ -1,4 +1,8 @@
+import errno
+import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.common.free_memory import fits_in_memory
+from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification import reload
 from crosshead.conversion.verification.reload import agreement, reload_check
 from crosshead.conversion.verification.reload_worker import load_shapes, load_weights, tensor_report
@@ -126,3 +131,28 @@ def test_agreement_is_the_share_of_equal_tokens():
 def test_fits_in_memory_compares_with_physical_memory():
     assert fits_in_memory(1 << 20)
     assert not fits_in_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    save_model(tmp_path, toys.stock_model("Llama"))
+
+    def full(tensors, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(reload, "save_file", full)
+    with pytest.raises(ConversionError, match=f"temporary folder {tempfile.gettempdir()} is full.*TMPDIR"):
+        reload_check(tmp_path, TOKENS)
+
+
+def test_interrupted_record_leaves_no_partial_file(tmp_path, monkeypatch):
+    record = tmp_path / "conversion.json"
+    write_json(record, {"a": 1})
+
+    def full(path, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(record, {"a": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["conversion.json"]
+    assert json.loads(record.read_text()) == {"a": 1}

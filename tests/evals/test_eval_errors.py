@@ -16,6 +16,7 @@ from transformers import (
 
 import toys
 from broken import edit_json, run
+from crosshead.evals.harness import evaluate as harness
 from toy_checkpoints import write_stock
 from toy_eval import CHOICE, ROLLING, WRITTEN, write_scorable, write_task
 
@@ -154,3 +155,20 @@ def test_scores_are_kept_if_a_later_model_fails(workdir, capfd, monkeypatch):
     report = json.loads((workdir / "eval.json").read_text())
     assert [model["model"] for model in report["models"]] == ["model"]
     assert report["compared"] == []
+
+
+def test_interrupt_after_a_model_says_what_is_saved(workdir, capfd, monkeypatch):
+    """The second model is interrupted: the file has the scores of the first, and the message says so."""
+    score = harness._score
+
+    def interrupted(opened, *arguments):
+        if opened.name == "qwen":
+            raise KeyboardInterrupt
+        return score(opened, *arguments)
+
+    monkeypatch.setattr(harness, "_score", interrupted)
+    status, _, err = run(capfd, monkeypatch, f"eval model qwen {OFFLINE} --limit 2")
+    message = "crosshead: interrupted: eval.json has the scores of 1 of 2 models"
+    assert (status, err.splitlines()[-1]) == (130, message)
+    report = json.loads((workdir / "eval.json").read_text())
+    assert [model["model"] for model in report["models"]] == ["model"]

@@ -14,6 +14,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import toy_in_own_folder
+from crosshead.recipes.trainer.checkpoints import checkpoints, writing
 from crosshead.recipes.trainer.teacher_logits import save_teacher
 from tiers import first
 from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights
@@ -165,3 +166,25 @@ def test_read_only_disk_is_refused(small_disk, tmp_path):
     if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
         pytest.skip("no disk can be made read-only here")
     assert_training_refused(recipe, r"output=.*Read-only file system")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_partial_model_is_removed_after_interrupted_saving(tmp_path, error):
+    partial = tmp_path / ".partial" / "model"
+    partial.mkdir(parents=True)
+    with pytest.raises(RecipeError if error is OSError else error), writing("the model", tmp_path):
+        raise error
+    assert not partial.exists()
+
+
+def test_checkpoints_left_by_a_killed_run_are_removed(tmp_path):
+    """A process killed between the last checkpoint and the removal of older ones leaves more than `keep`."""
+    recipe = toy_run(KNOCKING, tmp_path)
+    recipe = replace(recipe, checkpoints=replace(recipe.checkpoints, every=1, keep=9))
+    train(recipe)
+    output = Path(recipe.output)
+    assert len(checkpoints(output)) == recipe.steps > 2
+    shutil.rmtree(output / "model")
+    train(replace(recipe, checkpoints=replace(recipe.checkpoints, keep=2)))
+    assert len(checkpoints(output)) == 2 and (output / "model").is_dir()
+    assert not (output / ".partial").exists()

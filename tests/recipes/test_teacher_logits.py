@@ -216,3 +216,16 @@ def test_toy_trains_on_logits_saved_by_toy_command(tmp_path, monkeypatch, capfd)
     recipe = toy(load_recipe(MIXTURE, [f"distillation={{logits: {logits}}}"]), tmp_path)
     assert recipe.distillation.logits == str(logits) and recipe.distillation.teacher is None
     assert train(recipe).model
+
+
+def test_second_process_does_not_touch_unfinished_logits(recipe, tmp_path):
+    """Two processes for one folder: the second is refused, and the first writes the complete files."""
+
+    def starts_again(stage, done, total, message=""):
+        if stage == "teacher" and done == 6:
+            with pytest.raises(RecipeError, match=r"another process writes to .*logits"):
+                save_teacher(recipe, tmp_path / "logits")
+
+    save_teacher(recipe, tmp_path / "logits", starts_again)
+    assert sorted(path.name for path in (tmp_path / "logits").iterdir()) == ["indices", "logarithms", "logits.json"]
+    assert not (tmp_path / ".logits.partial").exists()
