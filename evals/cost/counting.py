@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ FLOPS = 2
 """FLOPs per multiplication: the multiplication and an addition."""
 TRAINING_PASSES = 3
 """Cost of a training step in forward passes."""
-ATTENTION = (".attention.", ".attn.", ".attn1.", ".SelfAttention.", ".EncDecAttention.")
-"""Parts of the names of the attention parameters of models other than decoders."""
+ATTENTION = (".self_attn.", ".attention.", ".attn.", ".attn1.", ".SelfAttention.", ".EncDecAttention.")
+"""Parts of the names of attention parameters."""
+EXPERTS = ".mlp.experts."
+"""Part of the names of the parameters of experts."""
 STAGES = "patch_embed1"
 """Name of the patch embedding of the first stage, in an image model of several stages."""
 
@@ -63,13 +66,14 @@ def work(training: int, prefill: int, decode: int, whole: int) -> dict[str, int]
     }
 
 
-def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
-    """Return the parameter counts in `Cost`, for a model that is not a decoder."""
+def parameter_counts(model: Any, copied: int = 0, active: Fraction = Fraction(1)) -> dict[str, int]:
+    """Return the parameter counts in `Cost`; `active` is the fraction of the experts that a token selects."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     attention = (name for name in sizes if any(part in name for part in ATTENTION) and ".LayerNorm." not in name)
+    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if EXPERTS in name)
     return {
-        "parameters": sum(sizes.values()),
-        "active_parameters": sum(sizes.values()),
+        "parameters": total,
+        "active_parameters": total - experts + int(experts * active),
         "attention_parameters": sum(sizes[name] for name in attention),
         "new_parameters": sum(size for name, size in sizes.items() if ".mixers." in name),
         "copied_parameters": copied,

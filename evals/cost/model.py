@@ -20,13 +20,11 @@ from transformers import DynamicCache
 
 from crosshead.modeling.cache import CACHE
 
-from .counting import TRAINING_PASSES, Cost, multiplications, on_meta, work
+from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications, on_meta, parameter_counts, work
 from .dit_config import DiTConfig
 from .encoder import NO_CACHE, dit_cost, encoder_cost, image_tokens
 from .seq2seq import seq2seq_cost
 
-ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
-"""Prefixes of the names of a decoder layer's parameters."""
 ROTARY = "rotary_emb"
 """Name of the module of a decoder that computes the position embeddings."""
 LENGTH = 4096
@@ -77,7 +75,7 @@ def _decoder_cost(model: Any, length: int) -> Cost:
     training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
     cache_sizes = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
     return Cost(
-        **_parameters(model, active),
+        **parameter_counts(model, active=active),
         **work(training, prefill, decode + head if generates else 0, whole=whole + read),
         **(cache_sizes if generates else NO_CACHE),
     )
@@ -156,26 +154,8 @@ def _active_experts(config: Any) -> Fraction:
     return Fraction(config.num_experts_per_tok, experts)
 
 
-def _parameters(model: Any, active: Fraction) -> dict[str, int]:
-    """Return the parameter counts in `Cost`; `active` is the fraction of the experts that a token selects."""
-    total = model.num_parameters()
-    sizes = [
-        (name, parameter.numel()) for layer in model.base_model.layers for name, parameter in layer.named_parameters()
-    ]
-    experts = sum(size for name, size in sizes if name.startswith(EXPERTS))
-    return {
-        "parameters": total,
-        "active_parameters": total - experts + int(experts * active),
-        "attention_parameters": sum(size for name, size in sizes if name.startswith(ATTENTION)),
-        "new_parameters": sum(size for name, size in sizes if name.startswith(NEW)),
-        "copied_parameters": 0,
-    }
-
-
 def _weights_outside_attention(layer: Any, active: Fraction) -> int:
     """Return the number of matrix weights outside of attention that multiply for one token."""
-    total = Fraction(0)
-    for name, weight in layer.named_parameters():
-        if weight.ndim > 1 and not name.startswith(ATTENTION):
-            total += weight.numel() * (active if name.startswith(EXPERTS) else 1)
-    return int(total)
+    weights = {name: weight.numel() for name, weight in layer.named_parameters("layer") if weight.ndim > 1}
+    outside = [name for name in weights if not any(part in name for part in ATTENTION)]
+    return int(sum(weights[name] * (active if EXPERTS in name else 1) for name in outside))
