@@ -49,10 +49,10 @@ class Cost:
     decode_flops: int
     input_flops: int
     """FLOPs for the whole input: prefill of a text, or the forward pass of an image or a latent."""
-    kv_bytes_per_token: int
-    cross_kv_bytes_per_token: int
+    kv_bytes_per_token: int = 0
+    cross_kv_bytes_per_token: int = 0
     """Bytes of the cross-attention cache per token of the source."""
-    kv_bytes: int
+    kv_bytes: int = 0
     """Bytes of the cache for the whole text; in an encoder-decoder, for a source and a target of this length."""
 
 

@@ -14,8 +14,6 @@ from crosshead.modeling.encoder import image_shape
 from .counting import STAGES, TRAINING_PASSES, Cost, multiplications, parameter_counts, work
 from .dit_config import DiTConfig
 
-NO_CACHE = {"kv_bytes_per_token": 0, "cross_kv_bytes_per_token": 0, "kv_bytes": 0}
-
 
 def encoder_cost(model: Any, length: int) -> Cost:
     """Return the cost of an encoder with the head that its config names, for inputs of `length` tokens."""
@@ -50,9 +48,7 @@ def dit_cost(config: DiTConfig, length: int) -> Cost:
 
 def _single_pass_cost(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
     token = forward // length
-    return Cost(
-        **parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward), **NO_CACHE
-    )
+    return Cost(**parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward))
 
 
 def image_tokens(model: Any) -> int:

@@ -22,7 +22,7 @@ from crosshead.modeling.cache import CACHE
 
 from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications, on_meta, parameter_counts, work
 from .dit_config import DiTConfig
-from .encoder import NO_CACHE, dit_cost, encoder_cost, image_tokens
+from .encoder import dit_cost, encoder_cost, image_tokens
 from .seq2seq import seq2seq_cost
 
 ROTARY = "rotary_emb"
@@ -73,11 +73,11 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
     read = head if generates else head * length  # a classifier applies its head to all tokens
     training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
-    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
+    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "kv_bytes": cache_bytes} if generates else {}
     return Cost(
         **parameter_counts(model, active=active),
         **work(training, prefill, decode + head if generates else 0, whole=whole + read),
-        **(cache_sizes if generates else NO_CACHE),
+        **cache_sizes,
     )
 
 
