@@ -10,8 +10,6 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from .dit_config import DiTConfig
-
 FLOPS = 2
 """FLOPs per multiplication: the multiplication and an addition."""
 TRAINING_PASSES = 3
@@ -82,8 +80,6 @@ def parameter_counts(model: Any, copied: int = 0, active: Fraction = Fraction(1)
 
 def on_meta(config: Any) -> Any:
     """Create the model of a config on the meta device, with the head of its `architectures` or the usual head."""
-    if isinstance(config, DiTConfig):
-        return config.on_meta()
     auto_classes, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
     if auto_classes:
         class_name = (config.architectures or [""])[0].removeprefix("Crosshead")
