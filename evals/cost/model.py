@@ -56,7 +56,9 @@ def _decoder_cost(model: Any, length: int) -> Cost:
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
     counted: dict[str, tuple[int, int, int]] = {}
-    angles = position_embeddings(getattr(base, ROTARY))
+    rotary = getattr(base, ROTARY)
+    one = torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long)
+    angles = type(rotary)(config=rotary.config)(*one)  # the position embeddings of one token
     # The cache of transformers knows which layers have a sliding window.
     for layer, cache in zip(base.layers, DynamicCache(config=model.config).layers, strict=True):
         kind = _kind(layer.self_attn)
@@ -107,11 +109,6 @@ def usual_length(config: Any, length: int = LENGTH) -> int:
 
 Angles = tuple[torch.Tensor, ...] | torch.Tensor
 """Argument `position_embeddings` of attention layers."""
-
-
-def position_embeddings(rotary: Any) -> Angles:
-    """Return the position embeddings of one token, from the model's rotary module."""
-    return type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
 
 
 def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, int, int]:
