@@ -16,14 +16,13 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from crosshead.modeling.cache import CACHE
 
 from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications, on_meta, parameter_counts, work
 from .dit_config import DiTConfig
 from .encoder import dit_cost, encoder_cost, image_tokens
-from .seq2seq import seq2seq_cost
 
 ROTARY = "rotary_emb"
 """Name of the module of a decoder that computes the position embeddings."""
@@ -43,7 +42,7 @@ def model_cost(config: Any, length: int) -> Cost:
         return dit_cost(config, length)
     model = on_meta(config)
     if hasattr(model, "decoder"):
-        return seq2seq_cost(model, length)
+        return _seq2seq_cost(model, length)
     if model.can_generate() or hasattr(model.base_model, ROTARY):  # a decoder with any head, or without one
         return _decoder_cost(model, length)
     return encoder_cost(model, length)
@@ -156,3 +155,41 @@ def _weights_outside_attention(layer: Any, active: Fraction) -> int:
     weights = {name: weight.numel() for name, weight in layer.named_parameters("layer") if weight.ndim > 1}
     outside = [name for name in weights if not any(part in name for part in ATTENTION)]
     return int(sum(weights[name] * (active if EXPERTS in name else 1) for name in outside))
+
+
+def _seq2seq_cost(model: Any, length: int) -> Cost:
+    """Return the cost of an encoder-decoder, for a source and a target of `length` tokens each.
+
+    Training is counted per target token, and includes the work on the source. Prefill is counted per source token:
+    encoding the source, the keys and values of cross-attention, and the first target token. Decoding computes the last
+    target token, with the other target tokens and the source in the cache.
+    """
+    source = torch.zeros(1, length, dtype=torch.long, device="meta")
+    first, past = source[:, :1], source[:, : max(length - 1, 1)]
+    training = multiplications(lambda: model(source, decoder_input_ids=source, use_cache=False))
+    prefill = multiplications(lambda: model(source, decoder_input_ids=first, use_cache=True))
+    with torch.no_grad():
+        outputs = model(source, decoder_input_ids=past, use_cache=True)
+    cache, encoded = outputs[CACHE], (outputs.encoder_last_hidden_state,)
+    target = _bytes(cache.self_attention_cache) // past.shape[1]
+    cross = _bytes(cache.cross_attention_cache) // length
+    if length == 1:  # no target token is cached
+        cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+    options = {"encoder_outputs": encoded, CACHE: cache, "use_cache": True}
+    decode = multiplications(lambda: model(decoder_input_ids=first, **options))
+    counts = parameter_counts(model)
+    # T5 1.1 and FLAN-T5 store an LM head of their own; a model that is created from the config does not have it.
+    if not getattr(model.config, "scale_decoder_outputs", True):
+        for name in ("parameters", "active_parameters"):
+            counts[name] += model.lm_head.weight.numel()
+    return Cost(
+        **counts,
+        **work(TRAINING_PASSES * training // length, prefill // length, decode, whole=prefill),
+        kv_bytes_per_token=target,
+        cross_kv_bytes_per_token=cross,
+        kv_bytes=(target + cross) * length,
+    )
+
+
+def _bytes(cache: Any) -> int:
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
