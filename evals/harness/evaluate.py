@@ -15,8 +15,6 @@ from .lm_eval_model import hf_model, quiet, run_harness, vllm_model
 from .scores import CONFIDENCE, Items, average, compare, score_rows
 from .tasks import LoadedBenchmark, load_tasks, read_suite, suite_of_tasks
 
-PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
-"""Packages whose versions are in the report, because scores depend on them."""
 BACKENDS = ("hf", "vllm")
 """Libraries that run a model: transformers, or vLLM, which must be installed in the same environment."""
 Scored = tuple[dict[str, Any], list[Items | None]]
@@ -61,7 +59,7 @@ def evaluate(
             "limit": limit,
             "batch_size": batch_size,
             "backend": backend,
-            "versions": versions(PACKAGES),
+            "versions": versions("lm_eval"),
         }
 
         def score(index: int) -> Scored:
@@ -70,8 +68,9 @@ def evaluate(
         return score_all(report, opened, parameters, score, compared, progress, save)
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of packages and of Python."""
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of the packages on which scores depend, with `others` among them, and of Python."""
+    packages = ("crosshead", *others, "transformers", "torch")
     return {name: version(name) for name in packages} | {"python": platform.python_version()}
 
 

@@ -31,8 +31,6 @@ KINDS: dict[str, type[Data]] = {
     "ForImageClassificationWithTeacher": LabelledImages,
 }
 """Ending of a model class's name -> the kind of data on which it is scored."""
-PACKAGES = ("crosshead", "transformers", "torch")
-"""Packages whose versions are in the report, because scores depend on them."""
 
 
 def score_data(
@@ -66,7 +64,7 @@ def score_data(
             "limit": limit,
             "batch_size": batch_size,
             "backend": "hf",
-            "versions": versions(PACKAGES),
+            "versions": versions(),
         }
 
         def score(index: int) -> Scored:
