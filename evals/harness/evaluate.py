@@ -3,6 +3,7 @@
 import gc
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,8 @@ def evaluate(
             "backend": backend,
             "versions": versions("lm_eval"),
         }
-
-        def score(index: int) -> Scored:
-            return _score(opened[index], benchmarks, batch_size, limit, backend)
-
-        return score_all(report, opened, parameters, score, compared, progress, save)
+        runs = [partial(_score, model, benchmarks, batch_size, limit, backend) for model in opened]
+        return score_all(report, opened, parameters, runs, compared, progress, save)
 
 
 def versions(*others: str) -> dict[str, str]:
@@ -78,23 +76,23 @@ def score_all(
     report: dict[str, Any],
     opened: Sequence[Opened],
     parameters: Sequence[int],
-    score: Callable[[int], Scored],
+    runs: Sequence[Callable[[], Scored]],
     compared: bool,
     progress: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Add to `report` the scores of each model and, if `compared`, its changes from the first; `save` after each.
 
-    `score` returns the scores of the model with an index; `parameters` are the numbers of parameters of the models.
+    `parameters` are the numbers of parameters of the models, and `runs` score them.
     """
     scored, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
     report |= {"models": scored, "confidence": CONFIDENCE, "compared": comparisons}
-    for index, model in enumerate(opened):
+    for model, count, run in zip(opened, parameters, runs, strict=True):
         progress(f"scoring {model.name}")
-        scores, items = score(index)
-        scored.append(scores | {"parameters": parameters[index]})
+        scores, items = run()
+        scored.append(scores | {"parameters": count})
         save(report)  # before the comparison, which may fail
-        if index == 0:
+        if len(scored) == 1:
             first = items
         elif compared:
             changes = compare(scored[0]["scores"], first, items)

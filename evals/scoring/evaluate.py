@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,9 @@ def score_data(
             "backend": "hf",
             "versions": versions(),
         }
-
-        def score(index: int) -> Scored:
-            return _score(data[index], name, batch_size)
-
         opened = [model_data.opened for model_data in data]
-        return score_all(report, opened, parameters, score, compared, progress, save)
+        runs = [partial(_score, model_data, name, batch_size) for model_data in data]
+        return score_all(report, opened, parameters, runs, compared, progress, save)
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
