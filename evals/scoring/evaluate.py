@@ -112,7 +112,7 @@ def _context(opened: Opened) -> int:
 
 def _check_comparable(data: Sequence[Data]) -> None:
     for other in data:
-        if other.comparable() != data[0].comparable():
+        if other.tokens != data[0].tokens:
             raise EvalError(
                 f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
                 "--compare"
