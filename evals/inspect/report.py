@@ -83,7 +83,7 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         "parts": [part_record(part, modules) for part in backbone.parts],
         "query_heads": query_heads(config),
         "key_value_heads": key_value_heads(config),
-        "head_dim": head_size(config, backbone),
+        "head_dim": head_size(config),
         "matrices": [
             record
             for module, name, mechanism in mechanisms
