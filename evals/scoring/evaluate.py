@@ -55,8 +55,12 @@ def score_data(
         raise EvalError(f"--data {path}: there is no such file or folder")
     with quiet():
         data = _open(models, path, limit, trust_remote_code)
-        if compared:
-            _check_comparable(data)
+        for other in data if compared else ():
+            if other.tokens != data[0].tokens:
+                raise EvalError(
+                    f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
+                    "--compare"
+                )
         parameters = [parameter_count(model_data.opened, model_data.auto_class) for model_data in data]
         name = path.resolve().name
         report = {
@@ -108,15 +112,6 @@ def _context(opened: Opened) -> int:
         getattr(opened.tokenizer, "model_max_length", None),  # a very large number if it has none
     )
     return min(int(limit) for limit in (*limits, sys.maxsize) if limit is not None)
-
-
-def _check_comparable(data: Sequence[Data]) -> None:
-    for other in data:
-        if other.tokens != data[0].tokens:
-            raise EvalError(
-                f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
-                "--compare"
-            )
 
 
 def _score(data: Data, name: str, batch_size: int | str) -> Scored:
