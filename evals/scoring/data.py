@@ -23,7 +23,6 @@ class Data(ABC):
     """The Auto class of transformers that loads the model."""
     title: ClassVar[str]
     """Name of the task in reports and messages, such as "image classification"."""
-    reads_text: ClassVar[bool] = True
     opened: Opened
     """The model, with its tokenizer if it reads text."""
     files: Sequence[Path]

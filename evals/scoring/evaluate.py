@@ -86,7 +86,7 @@ def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_cod
                 f"{opened[0].name} is a model for {kinds[0].title}, and {model.name} for {kind.title}: "
                 "score them separately"
             )
-    if kinds[0].reads_text:
+    if kinds[0] is not LabelledImages:
         opened = [with_tokenizer(model) for model in opened]
     contexts = [_context(model) for model in opened]
     if issubclass(kinds[0], Windows):  # all models must have the same windows

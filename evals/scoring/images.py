@@ -23,7 +23,6 @@ class LabelledImages(Data):
 
     auto_class = AutoModelForImageClassification
     title = "image classification"
-    reads_text = False
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
         """Find the images; they are read when the model runs."""
