@@ -18,8 +18,6 @@ ATTENTION = (".self_attn.", ".attention.", ".attn.", ".attn1.", ".SelfAttention.
 """Parts of the names of attention parameters."""
 EXPERTS = ".mlp.experts."
 """Part of the names of the parameters of experts."""
-STAGES = "patch_embed1"
-"""Name of the patch embedding of the first stage, in an image model of several stages."""
 
 
 @dataclass(frozen=True)

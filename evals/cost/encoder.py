@@ -11,7 +11,7 @@ import torch
 from crosshead.modeling.backbones.transnext_attention import CrossheadAggregatedAttention
 from crosshead.modeling.encoder import image_shape
 
-from .counting import STAGES, TRAINING_PASSES, Cost, multiplications, parameter_counts, work
+from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, work
 from .dit_config import DiTConfig
 
 
@@ -55,8 +55,8 @@ def image_tokens(model: Any) -> int:
     """Return the number of patches and special tokens of an image; with stages, the patches of the first stage."""
     base = model.base_model
     image = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
-    if hasattr(base, STAGES):
-        return int(getattr(base, STAGES)(image)[0].shape[1])
+    if hasattr(base, "patch_embed1"):
+        return int(base.patch_embed1(image)[0].shape[1])
     return int(base.embeddings(image).shape[1])
 
 
