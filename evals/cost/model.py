@@ -24,8 +24,6 @@ from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications
 from .dit_config import DiTConfig
 from .encoder import dit_cost, encoder_cost, image_tokens
 
-ROTARY = "rotary_emb"
-"""Name of the module of a decoder that computes the position embeddings."""
 LENGTH = 4096
 """Default number of tokens of a text."""
 MAX_LENGTH = 10**8
@@ -43,7 +41,7 @@ def model_cost(config: Any, length: int) -> Cost:
     model = on_meta(config)
     if hasattr(model, "decoder"):
         return _seq2seq_cost(model, length)
-    if model.can_generate() or hasattr(model.base_model, ROTARY):  # a decoder with any head, or without one
+    if model.can_generate() or hasattr(model.base_model, "rotary_emb"):  # a decoder with any head, or without one
         return _decoder_cost(model, length)
     return encoder_cost(model, length)
 
@@ -55,9 +53,8 @@ def _decoder_cost(model: Any, length: int) -> Cost:
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
     counted: dict[str, tuple[int, int, int]] = {}
-    rotary = getattr(base, ROTARY)
-    one = torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long)
-    angles = type(rotary)(config=rotary.config)(*one)  # the position embeddings of one token
+    rotary = type(base.rotary_emb)(config=base.rotary_emb.config)  # on the CPU
+    angles = rotary(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))  # of one token
     # The cache of transformers knows which layers have a sliding window.
     for layer, cache in zip(base.layers, DynamicCache(config=model.config).layers, strict=True):
         kind = _kind(layer.self_attn)
@@ -138,9 +135,8 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
 
 def _active_experts(config: Any) -> Fraction:
     """Return the fraction of the experts that a token selects."""
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    experts = next((count for count in counts if count), None)
-    if experts is None or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not experts or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
         return Fraction(1)
     if config.num_experts_per_tok is None or config.num_experts_per_tok > experts:
         raise ValueError(
