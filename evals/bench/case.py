@@ -1,7 +1,7 @@
 """A benchmark case: two implementations of the same work, ours and a baseline, at one shape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +67,7 @@ def choose_cases(cases: Sequence[Case], names: Sequence[str], command: str) -> l
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
     """Create new tensors on this device, in its dtype, within the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[device])
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(DTYPES[device])
+        yield

@@ -3,22 +3,21 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from .dit_config import DiTConfig
-
 FLOPS = 2
 """FLOPs per multiplication: the multiplication and an addition."""
 TRAINING_PASSES = 3
 """Cost of a training step in forward passes."""
-ATTENTION = (".attention.", ".attn.", ".attn1.", ".SelfAttention.", ".EncDecAttention.")
-"""Parts of the names of the attention parameters of models other than decoders."""
-STAGES = "patch_embed1"
-"""Name of the patch embedding of the first stage, in an image model of several stages."""
+ATTENTION = (".self_attn.", ".attention.", ".attn.", ".attn1.", ".SelfAttention.", ".EncDecAttention.")
+"""Parts of the names of attention parameters."""
+EXPERTS = ".mlp.experts."
+"""Part of the names of the parameters of experts."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ class Cost:
     decode_flops: int
     input_flops: int
     """FLOPs for the whole input: prefill of a text, or the forward pass of an image or a latent."""
-    kv_bytes_per_token: int
-    cross_kv_bytes_per_token: int
+    kv_bytes_per_token: int = 0
+    cross_kv_bytes_per_token: int = 0
     """Bytes of the cross-attention cache per token of the source."""
-    kv_bytes: int
+    kv_bytes: int = 0
     """Bytes of the cache for the whole text; in an encoder-decoder, for a source and a target of this length."""
 
 
@@ -63,13 +62,14 @@ def work(training: int, prefill: int, decode: int, whole: int) -> dict[str, int]
     }
 
 
-def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
-    """Return the parameter counts in `Cost`, for a model that is not a decoder."""
+def parameter_counts(model: Any, copied: int = 0, active: Fraction = Fraction(1)) -> dict[str, int]:
+    """Return the parameter counts in `Cost`; `active` is the fraction of the experts that a token selects."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     attention = (name for name in sizes if any(part in name for part in ATTENTION) and ".LayerNorm." not in name)
+    total, experts = sum(sizes.values()), sum(size for name, size in sizes.items() if EXPERTS in name)
     return {
-        "parameters": sum(sizes.values()),
-        "active_parameters": sum(sizes.values()),
+        "parameters": total,
+        "active_parameters": total - experts + int(experts * active),
         "attention_parameters": sum(sizes[name] for name in attention),
         "new_parameters": sum(size for name, size in sizes.items() if ".mixers." in name),
         "copied_parameters": copied,
@@ -78,8 +78,6 @@ def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
 
 def on_meta(config: Any) -> Any:
     """Create the model of a config on the meta device, with the head of its `architectures` or the usual head."""
-    if isinstance(config, DiTConfig):
-        return config.on_meta()
     auto_classes, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
     if auto_classes:
         class_name = (config.architectures or [""])[0].removeprefix("Crosshead")

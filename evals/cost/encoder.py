@@ -11,10 +11,8 @@ import torch
 from crosshead.modeling.backbones.transnext_attention import CrossheadAggregatedAttention
 from crosshead.modeling.encoder import image_shape
 
-from .counting import STAGES, TRAINING_PASSES, Cost, multiplications, parameter_counts, work
+from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, work
 from .dit_config import DiTConfig
-
-NO_CACHE = {"kv_bytes_per_token": 0, "cross_kv_bytes_per_token": 0, "kv_bytes": 0}
 
 
 def encoder_cost(model: Any, length: int) -> Cost:
@@ -50,17 +48,15 @@ def dit_cost(config: DiTConfig, length: int) -> Cost:
 
 def _single_pass_cost(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
     token = forward // length
-    return Cost(
-        **parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward), **NO_CACHE
-    )
+    return Cost(**parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward))
 
 
 def image_tokens(model: Any) -> int:
     """Return the number of patches and special tokens of an image; with stages, the patches of the first stage."""
     base = model.base_model
     image = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
-    if hasattr(base, STAGES):
-        return int(getattr(base, STAGES)(image)[0].shape[1])
+    if hasattr(base, "patch_embed1"):
+        return int(base.patch_embed1(image)[0].shape[1])
     return int(base.embeddings(image).shape[1])
 
 

@@ -16,19 +16,14 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from crosshead.modeling.cache import CACHE
 
-from .counting import TRAINING_PASSES, Cost, multiplications, on_meta, work
+from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications, on_meta, parameter_counts, work
 from .dit_config import DiTConfig
-from .encoder import NO_CACHE, dit_cost, encoder_cost, image_tokens
-from .seq2seq import seq2seq_cost
+from .encoder import dit_cost, encoder_cost, image_tokens
 
-ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
-"""Prefixes of the names of a decoder layer's parameters."""
-ROTARY = "rotary_emb"
-"""Name of the module of a decoder that computes the position embeddings."""
 LENGTH = 4096
 """Default number of tokens of a text."""
 MAX_LENGTH = 10**8
@@ -45,8 +40,8 @@ def model_cost(config: Any, length: int) -> Cost:
         return dit_cost(config, length)
     model = on_meta(config)
     if hasattr(model, "decoder"):
-        return seq2seq_cost(model, length)
-    if model.can_generate() or hasattr(model.base_model, ROTARY):  # a decoder with any head, or without one
+        return _seq2seq_cost(model, length)
+    if model.can_generate() or hasattr(model.base_model, "rotary_emb"):  # a decoder with any head, or without one
         return _decoder_cost(model, length)
     return encoder_cost(model, length)
 
@@ -58,7 +53,8 @@ def _decoder_cost(model: Any, length: int) -> Cost:
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
     counted: dict[str, tuple[int, int, int]] = {}
-    angles = position_embeddings(getattr(base, ROTARY))
+    rotary = type(base.rotary_emb)(config=base.rotary_emb.config)  # on the CPU
+    angles = rotary(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))  # of one token
     # The cache of transformers knows which layers have a sliding window.
     for layer, cache in zip(base.layers, DynamicCache(config=model.config).layers, strict=True):
         kind = _kind(layer.self_attn)
@@ -75,11 +71,11 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
     read = head if generates else head * length  # a classifier applies its head to all tokens
     training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
-    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
+    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "kv_bytes": cache_bytes} if generates else {}
     return Cost(
-        **_parameters(model, active),
+        **parameter_counts(model, active=active),
         **work(training, prefill, decode + head if generates else 0, whole=whole + read),
-        **(cache_sizes if generates else NO_CACHE),
+        **cache_sizes,
     )
 
 
@@ -111,11 +107,6 @@ Angles = tuple[torch.Tensor, ...] | torch.Tensor
 """Argument `position_embeddings` of attention layers."""
 
 
-def position_embeddings(rotary: Any) -> Angles:
-    """Return the position embeddings of one token, from the model's rotary module."""
-    return type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
-
-
 def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, int, int]:
     """Run a stock or crosshead attention module on the meta device; `angles` are the position embeddings of a token.
 
@@ -144,9 +135,8 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
 
 def _active_experts(config: Any) -> Fraction:
     """Return the fraction of the experts that a token selects."""
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    experts = next((count for count in counts if count), None)
-    if experts is None or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not experts or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
         return Fraction(1)
     if config.num_experts_per_tok is None or config.num_experts_per_tok > experts:
         raise ValueError(
@@ -156,26 +146,46 @@ def _active_experts(config: Any) -> Fraction:
     return Fraction(config.num_experts_per_tok, experts)
 
 
-def _parameters(model: Any, active: Fraction) -> dict[str, int]:
-    """Return the parameter counts in `Cost`; `active` is the fraction of the experts that a token selects."""
-    total = model.num_parameters()
-    sizes = [
-        (name, parameter.numel()) for layer in model.base_model.layers for name, parameter in layer.named_parameters()
-    ]
-    experts = sum(size for name, size in sizes if name.startswith(EXPERTS))
-    return {
-        "parameters": total,
-        "active_parameters": total - experts + int(experts * active),
-        "attention_parameters": sum(size for name, size in sizes if name.startswith(ATTENTION)),
-        "new_parameters": sum(size for name, size in sizes if name.startswith(NEW)),
-        "copied_parameters": 0,
-    }
-
-
 def _weights_outside_attention(layer: Any, active: Fraction) -> int:
     """Return the number of matrix weights outside of attention that multiply for one token."""
-    total = Fraction(0)
-    for name, weight in layer.named_parameters():
-        if weight.ndim > 1 and not name.startswith(ATTENTION):
-            total += weight.numel() * (active if name.startswith(EXPERTS) else 1)
-    return int(total)
+    weights = {name: weight.numel() for name, weight in layer.named_parameters("layer") if weight.ndim > 1}
+    outside = [name for name in weights if not any(part in name for part in ATTENTION)]
+    return int(sum(weights[name] * (active if EXPERTS in name else 1) for name in outside))
+
+
+def _seq2seq_cost(model: Any, length: int) -> Cost:
+    """Return the cost of an encoder-decoder, for a source and a target of `length` tokens each.
+
+    Training is counted per target token, and includes the work on the source. Prefill is counted per source token:
+    encoding the source, the keys and values of cross-attention, and the first target token. Decoding computes the last
+    target token, with the other target tokens and the source in the cache.
+    """
+    source = torch.zeros(1, length, dtype=torch.long, device="meta")
+    first, past = source[:, :1], source[:, : max(length - 1, 1)]
+    training = multiplications(lambda: model(source, decoder_input_ids=source, use_cache=False))
+    prefill = multiplications(lambda: model(source, decoder_input_ids=first, use_cache=True))
+    with torch.no_grad():
+        outputs = model(source, decoder_input_ids=past, use_cache=True)
+    cache, encoded = outputs[CACHE], (outputs.encoder_last_hidden_state,)
+    target = _bytes(cache.self_attention_cache) // past.shape[1]
+    cross = _bytes(cache.cross_attention_cache) // length
+    if length == 1:  # no target token is cached
+        cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+    options = {"encoder_outputs": encoded, CACHE: cache, "use_cache": True}
+    decode = multiplications(lambda: model(decoder_input_ids=first, **options))
+    counts = parameter_counts(model)
+    # T5 1.1 and FLAN-T5 store an LM head of their own; a model that is created from the config does not have it.
+    if not getattr(model.config, "scale_decoder_outputs", True):
+        for name in ("parameters", "active_parameters"):
+            counts[name] += model.lm_head.weight.numel()
+    return Cost(
+        **counts,
+        **work(TRAINING_PASSES * training // length, prefill // length, decode, whole=prefill),
+        kv_bytes_per_token=target,
+        cross_kv_bytes_per_token=cross,
+        kv_bytes=(target + cross) * length,
+    )
+
+
+def _bytes(cache: Any) -> int:
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))

@@ -3,6 +3,7 @@
 import gc
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ from .lm_eval_model import hf_model, quiet, run_harness, vllm_model
 from .scores import CONFIDENCE, Items, average, compare, score_rows
 from .tasks import LoadedBenchmark, load_tasks, read_suite, suite_of_tasks
 
-PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
-"""Packages whose versions are in the report, because scores depend on them."""
 BACKENDS = ("hf", "vllm")
 """Libraries that run a model: transformers, or vLLM, which must be installed in the same environment."""
 Scored = tuple[dict[str, Any], list[Items | None]]
@@ -61,17 +60,15 @@ def evaluate(
             "limit": limit,
             "batch_size": batch_size,
             "backend": backend,
-            "versions": versions(PACKAGES),
+            "versions": versions("lm_eval"),
         }
-
-        def score(index: int) -> Scored:
-            return _score(opened[index], benchmarks, batch_size, limit, backend)
-
-        return score_all(report, opened, parameters, score, compared, progress, save)
+        runs = [partial(_score, model, benchmarks, batch_size, limit, backend) for model in opened]
+        return score_all(report, opened, parameters, runs, compared, progress, save)
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of packages and of Python."""
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of the packages on which scores depend, with `others` among them, and of Python."""
+    packages = ("crosshead", *others, "transformers", "torch")
     return {name: version(name) for name in packages} | {"python": platform.python_version()}
 
 
@@ -79,23 +76,23 @@ def score_all(
     report: dict[str, Any],
     opened: Sequence[Opened],
     parameters: Sequence[int],
-    score: Callable[[int], Scored],
+    runs: Sequence[Callable[[], Scored]],
     compared: bool,
     progress: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Add to `report` the scores of each model and, if `compared`, its changes from the first; `save` after each.
 
-    `score` returns the scores of the model with an index; `parameters` are the numbers of parameters of the models.
+    `parameters` are the numbers of parameters of the models, and `runs` score them.
     """
     scored, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
     report |= {"models": scored, "confidence": CONFIDENCE, "compared": comparisons}
-    for index, model in enumerate(opened):
+    for model, count, run in zip(opened, parameters, runs, strict=True):
         progress(f"scoring {model.name}")
-        scores, items = score(index)
-        scored.append(scores | {"parameters": parameters[index]})
+        scores, items = run()
+        scored.append(scores | {"parameters": count})
         save(report)  # before the comparison, which may fail
-        if index == 0:
+        if len(scored) == 1:
             first = items
         elif compared:
             changes = compare(scored[0]["scores"], first, items)

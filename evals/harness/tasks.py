@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+from transformers import set_seed
 
 from crosshead.common.errors import EvalError, nearest, one_line
 
@@ -157,9 +157,7 @@ def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
 
 def seed() -> None:
     """Set the seeds that the `lm_eval` command sets, so that each run has the same items in the same order."""
-    import numpy
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
+    set_seed(DEFAULT_OTHER_SEED)
     random.seed(DEFAULT_RANDOM_SEED)
-    numpy.random.seed(DEFAULT_OTHER_SEED)
-    torch.manual_seed(DEFAULT_OTHER_SEED)

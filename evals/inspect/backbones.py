@@ -49,8 +49,6 @@ class Backbone:
     """Config field with the size of a value, if that output contains keys, too."""
     output: str = "o_proj"
     """Name of the projection that reads the head outputs; empty if the attention module returns them."""
-    head_size: tuple[str, ...] = ()
-    """Config fields whose sum is the size of a head, if there is no `head_dim`."""
     calls: tuple[str, ...] = ()
     """Config fields whose product is the number of attention calls, if layers share their weights."""
     special_tokens: tuple[str, ...] = ()
@@ -62,9 +60,7 @@ DECODER = Backbone(
     classes=("ForCausalLM",),
     arguments=(("use_cache", False),),
 )
-LATENT = replace(
-    DECODER, value="kv_b_proj", value_size="v_head_dim", head_size=("qk_nope_head_dim", "qk_rope_head_dim")
-)
+LATENT = replace(DECODER, value="kv_b_proj", value_size="v_head_dim")
 T5 = Backbone(
     (
         Part("encoder", r"encoder\.block\.\d+\.layer\.0\.SelfAttention"),
@@ -76,7 +72,6 @@ T5 = Backbone(
     arguments=(("use_cache", False),),
     value="v",
     output="o",
-    head_size=("d_kv",),
 )
 CLASSIFICATIONS = ("SequenceClassification", "TokenClassification")
 VIT = Backbone((Part("encoder", r"layers\.\d+\.attention", IMAGE, IMAGE),), reads=(IMAGE,), special_tokens=("class",))
@@ -156,10 +151,10 @@ def model_class(config: Any) -> Any:
     return ours.get(name) or getattr(transformers, name, None) or transformers.AutoModel
 
 
-def head_size(config: Any, backbone: Backbone) -> int:
-    """Return the size of a query head."""
-    if backbone.head_size:
-        return sum(getattr(config, field) for field in backbone.head_size)
+def head_size(config: Any) -> int:
+    """Return the size of a query head, which in latent attention is the sum of two fields."""
+    if hasattr(config, "qk_nope_head_dim"):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // query_heads(config))
 
 

@@ -42,7 +42,6 @@ def open_dit(name: str) -> Opened | None:
     fields = model.config
     config = SimpleNamespace(
         model_type=DiTConfig.model_type,
-        architectures=[content["_class_name"]],
         mixers=model.mixers,
         num_attention_heads=fields.num_attention_heads,
         head_dim=fields.attention_head_dim,

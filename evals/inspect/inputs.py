@@ -80,19 +80,16 @@ def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
 
 def _text_sample(opened: Opened, name: str, text: str, target: str | None) -> Sample:
     ids, sequence = read_text(opened, name, text)
-    arguments, positions = {"input_ids": ids}, {TEXT: _text_positions(ids)}
+    arguments, tokens = {"input_ids": ids}, {TEXT: ids.shape[1]}
     record = {"name": name, **sequence, "target": None, "image": None}
     if target is not None:
         start = getattr(opened.config, "decoder_start_token_id", None)
         if start is None:
             raise EvalError(f"{opened.label} has no decoder_start_token_id in its config.json: add it")
         ids, record["target"] = read_text(opened, f"target of {name}", target, start)
-        arguments["decoder_input_ids"], positions[TARGET] = ids, _text_positions(ids)
+        arguments["decoder_input_ids"], tokens[TARGET] = ids, ids.shape[1]
+    positions = {kind: torch.arange(float(count)).unsqueeze(1) for kind, count in tokens.items()}
     return Sample(arguments, record, positions)
-
-
-def _text_positions(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(ids.shape[1], dtype=torch.float32).unsqueeze(1)
 
 
 def read_text(opened: Opened, name: str, text: str, start: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -161,12 +158,7 @@ def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: s
         )
     arguments, colours = read(file)
     positions = torch.cat([torch.full((special, 2), torch.nan), patches.float()])
-    image = {
-        "rows": rows,
-        "columns": columns,
-        "special": special,
-        "picture": pack_picture(colours),
-    }
+    image = {"rows": rows, "columns": columns, "special": special, "picture": pack_picture(colours)}
     record = {"name": name, "tokens": tokens, "starts": list(range(len(tokens))), "target": None, "image": image}
     return Sample(arguments, record, {IMAGE: positions})
 

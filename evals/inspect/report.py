@@ -50,14 +50,13 @@ class AttentionModule(NamedTuple):
 
 def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> dict[str, Any]:
     """Return the report of one or two models on texts or images."""
-    opened = [open_dit(name) or open_config(name) for name in names]
-    backbones = [backbone_of(each) for each in opened]
-    opened = [
-        each if IMAGE in backbone.reads else with_tokenizer(each)
-        for each, backbone in zip(opened, backbones, strict=True)
-    ]
-    samples = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
-    models = [model_record(*each, progress) for each in zip(opened, backbones, samples, strict=True)]
+    read = []
+    for name in names:
+        opened = open_dit(name) or open_config(name)
+        backbone = backbone_of(opened)
+        opened = opened if IMAGE in backbone.reads else with_tokenizer(opened)
+        read.append((opened, backbone, read_samples(opened, backbone, inputs)))
+    models = [model_record(*each, progress) for each in read]
     return {"longest_text": MAXIMUM_TOKENS, "top": TOP, "models": models}
 
 
@@ -83,7 +82,7 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         "parts": [part_record(part, modules) for part in backbone.parts],
         "query_heads": query_heads(config),
         "key_value_heads": key_value_heads(config),
-        "head_dim": head_size(config, backbone),
+        "head_dim": head_size(config),
         "matrices": [
             record
             for module, name, mechanism in mechanisms

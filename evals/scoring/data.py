@@ -23,7 +23,6 @@ class Data(ABC):
     """The Auto class of transformers that loads the model."""
     title: ClassVar[str]
     """Name of the task in reports and messages, such as "image classification"."""
-    reads_text: ClassVar[bool] = True
     opened: Opened
     """The model, with its tokenizer if it reads text."""
     files: Sequence[Path]
@@ -36,6 +35,8 @@ class Data(ABC):
     """Number of items with more tokens than `context`, whose end is removed."""
     largest_batch: int | None = None
     """Maximum number of items in a batch; None means no maximum."""
+    tokens: list[list[int]] | None = None
+    """Token ids that must be equal for two models whose items are compared; None for data that any models share."""
 
     @abstractmethod
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
@@ -48,10 +49,6 @@ class Data(ABC):
     @abstractmethod
     def scores(self, outcomes: Tensor) -> list[Score]:
         """Return the scores from the outcomes of all items."""
-
-    def comparable(self) -> Any:
-        """Return the data that must be equal for two models whose items are compared; None compares equal."""
-        return None
 
     def run(self, model: Any, batch_size: int | str) -> list[Score]:
         """Run the model on all items and return the scores."""

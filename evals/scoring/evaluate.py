@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ KINDS: dict[str, type[Data]] = {
     "ForImageClassificationWithTeacher": LabelledImages,
 }
 """Ending of a model class's name -> the kind of data on which it is scored."""
-PACKAGES = ("crosshead", "transformers", "torch")
-"""Packages whose versions are in the report, because scores depend on them."""
 
 
 def score_data(
@@ -56,8 +55,12 @@ def score_data(
         raise EvalError(f"--data {path}: there is no such file or folder")
     with quiet():
         data = _open(models, path, limit, trust_remote_code)
-        if compared:
-            _check_comparable(data)
+        for other in data if compared else ():
+            if other.tokens != data[0].tokens:
+                raise EvalError(
+                    f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
+                    "--compare"
+                )
         parameters = [parameter_count(model_data.opened, model_data.auto_class) for model_data in data]
         name = path.resolve().name
         report = {
@@ -66,14 +69,11 @@ def score_data(
             "limit": limit,
             "batch_size": batch_size,
             "backend": "hf",
-            "versions": versions(PACKAGES),
+            "versions": versions(),
         }
-
-        def score(index: int) -> Scored:
-            return _score(data[index], name, batch_size)
-
         opened = [model_data.opened for model_data in data]
-        return score_all(report, opened, parameters, score, compared, progress, save)
+        runs = [partial(_score, model_data, name, batch_size) for model_data in data]
+        return score_all(report, opened, parameters, runs, compared, progress, save)
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
@@ -86,7 +86,7 @@ def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_cod
                 f"{opened[0].name} is a model for {kinds[0].title}, and {model.name} for {kind.title}: "
                 "score them separately"
             )
-    if kinds[0].reads_text:
+    if kinds[0] is not LabelledImages:
         opened = [with_tokenizer(model) for model in opened]
     contexts = [_context(model) for model in opened]
     if issubclass(kinds[0], Windows):  # all models must have the same windows
@@ -112,15 +112,6 @@ def _context(opened: Opened) -> int:
         getattr(opened.tokenizer, "model_max_length", None),  # a very large number if it has none
     )
     return min(int(limit) for limit in (*limits, sys.maxsize) if limit is not None)
-
-
-def _check_comparable(data: Sequence[Data]) -> None:
-    for other in data:
-        if other.comparable() != data[0].comparable():
-            raise EvalError(
-                f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
-                "--compare"
-            )
 
 
 def _score(data: Data, name: str, batch_size: int | str) -> Scored:

@@ -23,17 +23,13 @@ class LabelledImages(Data):
 
     auto_class = AutoModelForImageClassification
     title = "image classification"
-    reads_text = False
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
         """Find the images; they are read when the model runs."""
         self.opened = opened
         folders = class_folders(path)
-        labelled = [
-            (file, label)
-            for label, files in ((class_of(opened.config, each.name, str(each)), folders[each]) for each in folders)
-            for file in files
-        ]
+        labels = {folder: class_of(opened.config, folder.name, str(folder)) for folder in folders}
+        labelled = [(file, labels[folder]) for folder, files in folders.items() for file in files]
         self.files = [file for file, _ in labelled]
         count = min(limit or len(labelled), len(labelled))
         self.images = [labelled[index * len(labelled) // count] for index in range(count)]

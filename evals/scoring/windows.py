@@ -29,7 +29,7 @@ class Windows(Data):
     """Windows of a text that do not overlap, and never reach from one file into the next."""
 
     tokens: list[list[int]]
-    """Token ids of each window, without special tokens."""
+    """Token ids of each window, without special tokens, which determine the masks and spans."""
 
     def read(self, opened: Opened, path: Path, limit: int | None, length: int) -> None:
         """Cut the text into windows of `length` tokens."""
@@ -46,10 +46,6 @@ class Windows(Data):
         if not self.tokens:
             raise EvalError(f"{path} is too short: a window needs 2 tokens or more")
         self.tokens = self.tokens[:limit]
-
-    def comparable(self) -> Any:
-        """Return the token ids of all windows, which determine the masks and spans."""
-        return self.tokens
 
     def scores(self, outcomes: Tensor) -> list[Score]:
         """Return loss, perplexity and accuracy."""
