@@ -43,8 +43,7 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
     for option in options:
         if option not in known:
             raise unknown(f"mixers.{name}", "option", option, list(known))
-    # Options that are absent and have no default are left out.
-    parsed = {
+    parsed = {  # without options that are absent and have no default
         option: value
         for option, kind in known.items()
         if (value := kind.parse(f"mixers.{name}.{option}", options.get(option), len(layouts))) is not None
@@ -186,8 +185,7 @@ class MixersConfig(ConfigBase):
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return JSON with sorted keys, except in `mixers`, whose order is that of the mechanisms."""
-        content = json.loads(super().to_json_string(use_diff)) | {"auto_map": self.code_map()}
-        content["mixers"] = self.mixers
+        content = json.loads(super().to_json_string(use_diff)) | {"auto_map": self.code_map(), "mixers": self.mixers}
         return json.dumps(content, indent=2) + "\n"
 
     @package_only
@@ -198,11 +196,13 @@ class MixersConfig(ConfigBase):
         content, _ = without_tokens(json.loads(self.to_json_string()))
         return f"{type(self).__name__} {json.dumps(content, indent=2)}\n"
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, with copies of the two code files that load the model."""
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory)
         for name in ("configuration_crosshead.py", "modeling_crosshead.py"):
             Path(save_directory, name).write_bytes(Path(__file__).with_name(name).read_bytes())
+        if push_to_hub:  # the stock method would upload before the code is written
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @package_only  # type: ignore[no-redef]  # replaces the method above: the package has no such files
     def save_pretrained(  # noqa: F811
@@ -218,5 +218,7 @@ class MixersConfig(ConfigBase):
         if dropped:
             logger.warning(f"config.json is saved without {', '.join(dropped)}: access tokens, by their form")
             return type(self).from_dict(content).save_pretrained(save_directory, push_to_hub, **kwargs)
+        super().save_pretrained(save_directory)
         write_code(self, save_directory)
-        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        if push_to_hub:  # the stock method would upload only the configuration
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
