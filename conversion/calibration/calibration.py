@@ -203,17 +203,18 @@ def _layer_tensors(
                 hooks.enter_context(attention.register_forward_hook(call, with_kwargs=True))
             if observers.kinds - {"router"}:
                 _step(model, module, hidden)
-        tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
+        tensors = {kind: observer.sums for kind, observer in observed.items()}
         tensors |= {} if known is None else known.layer(layer)
         # Fit component heads, for each converted model with its own counts.
         compressed = [Tensors() for _ in converted]
         if fitted_counts:
-            statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
+            sums = {name: total.cpu() for name, total in tensors["statistics"].items()}
+            statistics = HeadStatistics(observers.layouts[layer], sums)
             is_routed = observers.routing(layer) is not None
             compressed = [
                 solve_layer(attention, statistics, *pair, is_routed) for pair in zip(calls, fitted_counts, strict=True)
             ]
-            tensors["statistics"] = statistics.as_tensors()
+            tensors["statistics"] = statistics.sums
         # Run the converted models, with a fitted router if the layer has one.
         heads = observers.layouts[layer].query_heads
         for states, changed in zip(converted, compressed, strict=True):
