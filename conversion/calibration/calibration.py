@@ -164,30 +164,10 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(
-    model: StreamedModel,
-    tokens: torch.Tensor,
-    observers: Observers,
-    path: Path,
-    advance: Advance,
-    fingerprint: str,
-    known: Calibration | None = None,
-) -> None:
-    """Run the source on windows of tokens (B, T) or on images, and write statistics, fitted tensors and fingerprint.
-
-    With `known`, the statistics are copied from this calibration, and only the fitted tensors are computed.
-    """
-    partial_file = path.with_name(f"{path.name}.partial")
-    expected = observers.shapes() | observers.fitted_shapes()
-    tensors = _layer_tensors(model, tokens, observers, advance, known)
-    write_streamed(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
-    partial_file.replace(path)
-
-
 def _layer_tensors(
     model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance, known: Calibration | None
 ) -> Iterator[Tensors]:
-    """Yield the tensors of the calibration file, one layer at a time."""
+    """Yield the tensors of the calibration file, one layer at a time; the statistics are those of `known`, if any."""
     hidden = model.embed(tokens)
     converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
     for layer, module in model.layers():
@@ -269,7 +249,7 @@ def observe(
 ) -> Calibration:
     """Return the given saved calibration, the one that an unfinished run left at `cached`, or a new one at `cached`.
 
-    For `known`, see `calibrate`.
+    A new one has the statistics of `known`, or else runs the source on windows of tokens (B, T) or on images.
     """
     if text.path is not None and text.is_saved:
         calibration = Calibration(text.path)
@@ -279,7 +259,11 @@ def observe(
         model = stream(source.store, stock, device=device)
         tokens = text.tokens(source, model, cached.parent, progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
-        calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)
+        tensors = _layer_tensors(model, tokens, observers, partial(progress, "calibrating"), known)
+        partial_file = cached.with_name(f"{cached.name}.partial")
+        expected = observers.shapes() | observers.fitted_shapes()
+        write_streamed(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
+        partial_file.replace(cached)
     return Calibration(cached)
 
 
