@@ -172,25 +172,18 @@ _StreamedPair = tuple[StreamedModel, StreamedModel]
 
 
 def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _StreamedPair:
-    attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
-    return (
-        stream(source.store, before, attn_implementation=attention, device=device),
-        stream(model.store, after, attn_implementation=attention, device=device),
-    )
+    # `talking` replaces the attention function, so that only eager attention gives identical results.
+    is_eager = any(hasattr(config, "mixers") and "talking" in config.mechanisms() for config in (before, after))
+    options = {"attn_implementation": "eager" if is_eager else "sdpa", "device": device}
+    return stream(source.store, before, **options), stream(model.store, after, **options)
 
 
 def _compared(
     streamed: _StreamedPair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
-    advance = partial(progress, "comparing")
     compare = compare_decoders if predicts_tokens(streamed[0].config) else compare_encoders
-    result = compare(*streamed, sample.tokens, advance)
+    result = compare(*streamed, sample.tokens, partial(progress, "comparing"))
     return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **result}
-
-
-def _needs_eager(config: Any) -> bool:
-    """True if a mechanism replaces the attention function, so that only eager attention gives identical results."""
-    return hasattr(config, "mixers") and "talking" in config.mechanisms()
 
 
 def folder_of(checkpoint: Source) -> Path | None:
