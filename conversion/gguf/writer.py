@@ -18,7 +18,7 @@ from ..sources.tensor_store import DTYPES, tensor_bytes
 from ..stages import Request
 from ..writing.shard_writer import check_finite, whole_rows
 from .metadata import Description, Metadata
-from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
+from .tensors import ARCHITECTURES, ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
 """File type -> its number in `general.file_type`, for all formats that the `gguf` package can quantise to."""
@@ -80,7 +80,7 @@ def plan_targets(plan: Plan, description: Description, type: str) -> list[Target
             groups.setdefault(gguf_name(step.entry.name), []).append(step)
     head_size = description.keys[f"{description.architecture}.attention.key_length"]
     return [
-        _target(name, groups[name], description.family, head_size, type)
+        _target(name, groups[name], ARCHITECTURES[description.architecture], head_size, type)
         for name in sorted(groups, key=lambda name: (depth(name), name))
     ]
 
