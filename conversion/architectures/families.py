@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -59,8 +59,8 @@ class Family:
     """Name of the stock model class; the default for a family with several classes."""
     attention: str = "model.layers.{layer}.self_attn."
     """Prefix of the names of a layer's attention tensors."""
-    parts: Mapping[str, str] | None = None
-    """Prefix of an attention tensor's name in decoders -> prefix in this family; None if they are the same."""
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
+    """Prefix of an attention tensor's name in decoders -> prefix in this family."""
     stacks: Mapping[str, str] | None = None
     """Part of a T5 -> prefix of the names of its attention tensors; replaces `attention`."""
     is_encoder: bool = False

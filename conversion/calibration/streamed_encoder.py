@@ -63,7 +63,7 @@ class StreamedEncoder(StreamedModel):
 
     def attention(self, layer: Any) -> Any:
         """Return the attention of one of `layers`."""
-        return AttentionView(layer.attention, family_of(self.config).parts or {})
+        return AttentionView(layer.attention, family_of(self.config).parts)
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
@@ -106,7 +106,7 @@ class StreamedImages(StreamedEncoder):
     def attention(self, layer: Any) -> Any:
         """Return the attention of one of `layers`."""
         is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
-        return AttentionView(layer.attention, {} if is_flat else family_of(self.config).parts or {})
+        return AttentionView(layer.attention, {"": ""} if is_flat else family_of(self.config).parts)
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden)."""

@@ -73,7 +73,7 @@ class StreamedT5(StreamedModel):
         """Return the attention of one of `layers`."""
         sublayer = layer.block.layer[int(layer.part == CROSS)]
         attention = sublayer.EncDecAttention if layer.part == CROSS else sublayer.SelfAttention
-        return AttentionView(attention, family_of(self.config).parts or {})
+        return AttentionView(attention, family_of(self.config).parts)
 
     def call(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding.
