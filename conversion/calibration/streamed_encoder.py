@@ -63,11 +63,12 @@ class StreamedEncoder(StreamedModel):
 
     def attention(self, layer: Any) -> Any:
         """Return the attention of one of `layers`."""
-        return AttentionView(layer.attention, family_of(self.config).parts)
+        is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
+        return AttentionView(layer.attention, {"": ""} if is_flat else family_of(self.config).parts)
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
-        return layer(hidden, None)
+        return layer(hidden)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -102,15 +103,6 @@ class StreamedImages(StreamedEncoder):
 
     def _layers(self) -> list[Any]:
         return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # DINOv2 has `encoder.layer`
-
-    def attention(self, layer: Any) -> Any:
-        """Return the attention of one of `layers`."""
-        is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
-        return AttentionView(layer.attention, {"": ""} if is_flat else family_of(self.config).parts)
-
-    def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Run one of `layers` on hidden states (B, T, hidden)."""
-        return layer(hidden)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
