@@ -45,6 +45,7 @@ from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
+"""Length and number of the windows on which the model runs in a clean process; images have fewer channels."""
 RELOAD_TOLERANCE = 1e-5
 """Maximum logit difference between this process and the clean process, relative to the largest logit."""
 KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
@@ -61,12 +62,6 @@ class Sample:
     """Token windows (B, T), or pixel values (B, channels, height, width)."""
     text: str
     """Name of the text or of the images in the record."""
-
-    @property
-    def prompts(self) -> torch.Tensor:
-        """The part of the sample on which the model runs in a clean process."""
-        prompts = self.tokens[:PROMPTS]
-        return prompts if prompts.is_floating_point() else prompts[:, :PROMPT_LENGTH]
 
 
 def read_sample(source: Source, text: Path | None) -> Sample:
@@ -156,7 +151,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
-        "reload": _reload(on_cpu, model, after, sample.prompts),
+        "reload": _reload(on_cpu, model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
     }
 
 
