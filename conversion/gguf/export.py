@@ -99,16 +99,15 @@ def _prepare(request: Request, type: str | None) -> Export:
         **tokenizer_metadata(load_tokenizer(source), plan.config, source.origin["name"]),
     }
     targets = plan_targets(plan, description, type)
-    if not {target.format for target in targets} <= DTYPES.keys():
+    is_quantised = not {target.format for target in targets} <= DTYPES.keys()
+    if is_quantised:
         file_metadata["general.quantization_version"] = _QUANTISATION_VERSION
-    request = replace(request, options={**request.options, "type": type}, tolerance=_tolerance(plan, targets))
+    allowed = None if is_quantised else _tolerance(plan, targets)
+    request = replace(request, options={**request.options, "type": type}, tolerance=allowed)
     return Export(request, plan, type, description, file_metadata, targets)
 
 
-def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
-    """Return the maximum allowed difference from the source; None if some tensors are quantised."""
-    if not {target.format for target in targets} <= DTYPES.keys():
-        return None
+def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance:
     rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
     rounded |= {target.format for target in targets if {step.entry.dtype for step in target.steps} != {target.format}}
     return tolerance(plan.config, {"F32"} | rounded)
