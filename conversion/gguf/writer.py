@@ -1,7 +1,7 @@
 """Writes the tensors of a plan and their metadata as a GGUF file, a few megabytes at a time."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +22,8 @@ from .tensors import ARCHITECTURES, ROPE_FACTORS, Architecture, depth, gguf_name
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
 """File type -> its number in `general.file_type`, for all formats that the `gguf` package can quantise to."""
+_ADDERS = {str: "add_string", bool: "add_bool", int: "add_uint32", float: "add_float32", list: "add_array"}
+"""Type of a metadata value -> method of the `gguf` package's writer that adds it."""
 _UNBLOCKED = "F16"
 """Format of a matrix whose row length is not a multiple of the block size of the file's type."""
 _ROUTER = "ffn_gate_inp."
@@ -144,7 +146,8 @@ def write_gguf(path: Path, export: Export, progress: Progress) -> tuple[dict[str
 
     description, plan, store = export.description, export.plan, export.request.source.store
     writer, factors = gguf.GGUFWriter(None, description.architecture), description.rope_factors
-    _add_metadata(writer, export.file_metadata | description.keys)
+    for key, value in (export.file_metadata | description.keys).items():
+        getattr(writer, _ADDERS[type(value)])(key, value)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
     for target in export.targets:
@@ -171,18 +174,6 @@ def write_gguf(path: Path, export: Export, progress: Progress) -> tuple[dict[str
     finally:
         writer.close()
     return planned, stored
-
-
-def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
-    adders = {
-        str: writer.add_string,
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        list: writer.add_array,
-    }
-    for key, value in metadata.items():
-        adders[type(value)](key, value)
 
 
 def _encoded(
