@@ -56,12 +56,6 @@ class Observers:
     routings: list[Routing | None] = field(default_factory=list)
     """Per layer, shared and active heads of the mixture, for the kind "router"; None if no heads are selected."""
 
-    @property
-    def hidden_state_sets(self) -> int:
-        """Number of hidden-state copies for converted models: one for each number of groups that is fitted."""
-        fits = max((len(self.fitted_counts(layer)) for layer in range(len(self.layouts))), default=0)
-        return max(fits, int("router" in self.kinds))
-
     def of_layer(self, layer: int) -> dict[str, Observer]:
         """Return new observers for a layer, by kind."""
         layout = self.layouts[layer]
@@ -81,7 +75,7 @@ class Observers:
         if "statistics" not in self.kinds or not self.candidates:
             return []
         heads = self.layouts[layer].key_value_heads
-        return [counts for counts in self.candidates[layer] if counts.fewest < heads]
+        return [counts for counts in self.candidates[layer] if min(counts.sides.values()) < heads]
 
     @property
     def chooses_groups(self) -> bool:
@@ -169,7 +163,9 @@ def _layer_tensors(
 ) -> Iterator[Tensors]:
     """Yield the tensors of the calibration file, one layer at a time; the statistics are those of `known`, if any."""
     hidden = model.embed(tokens)
-    converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
+    # Hidden states of converted models: one for each number of groups that is fitted, or one for fitted routers.
+    fits = max(len(observers.fitted_counts(layer)) for layer in range(len(observers.layouts)))
+    converted = [hidden.clone() for _ in range(max(fits, int("router" in observers.kinds)))]
     for layer, module in model.layers():
         attention: Any = model.attention(module)
         # Run the source: record statistics, and the attention outputs that the fits reproduce. A router needs neither.
