@@ -55,10 +55,11 @@ class StreamedEncoder(StreamedModel):
         return hidden
 
     def _layers(self) -> list[Any]:
-        encoder, count = self._base.encoder, self.config.num_hidden_layers
-        if hasattr(encoder, "layer"):
-            return [*encoder.layer]
-        groups = encoder.albert_layer_groups  # ALBERT, whose layers share their weights
+        # Vision transformers other than DINOv2 have `layers`.
+        layers = getattr(self._base, "layers", None) or getattr(self._base.encoder, "layer", None)
+        if layers is not None:
+            return [*layers]
+        groups, count = self._base.encoder.albert_layer_groups, self.config.num_hidden_layers  # layers share weights
         return [layer for index in range(count) for layer in groups[int(index / (count / len(groups)))].albert_layers]
 
     def attention(self, layer: Any) -> Any:
@@ -100,9 +101,6 @@ class StreamedImages(StreamedEncoder):
         embeddings = self._base.embeddings
         with self._weights(embeddings):
             return torch.cat([embeddings(image.to(self.device, self._dtype)) for image in tokens.split(1)])
-
-    def _layers(self) -> list[Any]:
-        return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # DINOv2 has `encoder.layer`
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
