@@ -59,7 +59,8 @@ class StreamedEncoder(StreamedModel):
         layers = getattr(self._base, "layers", None) or getattr(self._base.encoder, "layer", None)
         if layers is not None:
             return [*layers]
-        groups, count = self._base.encoder.albert_layer_groups, self.config.num_hidden_layers  # layers share weights
+        # ALBERT, whose layers share their weights.
+        groups, count = self._base.encoder.albert_layer_groups, self.config.num_hidden_layers
         return [layer for index in range(count) for layer in groups[int(index / (count / len(groups)))].albert_layers]
 
     def attention(self, layer: Any) -> Any:

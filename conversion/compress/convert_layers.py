@@ -123,13 +123,10 @@ def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
     for layer in attention_layers(config):
         part_request = request.parts.get(parts[layer][0]) if parts else request
         choices = part_request.choices if part_request else {}
-        layout, names, mixed = (
-            config.layout_of_layer(layer),
-            attention_names(config, layer),
-            mixers_layout(config, layer),
-        )
+        mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
+        names, mixed = attention_names(config, layer), mixers_layout(config, layer)
         components = mixed.key_components, mixed.value_components
-        layers.append(LayerRequest(layer, config.mixers_of_layer(layer), choices, layout, names, components))
+        layers.append(LayerRequest(layer, mixers, choices, layout, names, components))
     return layers
 
 
