@@ -70,9 +70,8 @@ def convert(
     if Path(out).suffix.lower() == ".gguf":
         raise ConversionError(f"{out} would be a folder: give another name; `crosshead fold` writes GGUF files")
     if not mixers:
-        mixers = ({} if checked.budget is None else {"explicit": {}}) | (
-            {} if checked.active is None else {"mixture": {}}
-        )
+        budgets = {"explicit": checked.budget, "mixture": checked.active}
+        mixers = {name: {} for name, budget in budgets.items() if budget is not None}
     with tempfile.TemporaryDirectory() as scratch:
         request = resolve(open_source(source, checked.revision, scratch=Path(scratch)), mixers, checked)
         return run(request, Path(out), **run_options, progress=progress)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -40,7 +40,7 @@ from .plan import Plan, check_source, make_plan
 from .sources.resolve import Source, open_source
 from .sources.tensor_store import TensorStore
 from .stages import Request, run
-from .verification.tolerances import tolerance
+from .verification.tolerances import Tolerance, tolerance
 
 CROSSHEAD_FIELDS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
 """Fields of a crosshead config that the stock config lacks or defines differently."""
@@ -96,6 +96,19 @@ class FoldRequest(Request):
     prepared: Plan
     """Plan that `resolve` made to check that every layer can be folded."""
 
+    @classmethod
+    def of(cls, source: Source, config: Any, plan: Plan, limit: Tolerance, keep_cache: bool = False) -> Self:
+        """Return the request for a plan; `limit` is the tolerance of its result."""
+        return cls(
+            source=source,
+            source_config=config,
+            options={"keep_cache": True} if keep_cache else {},
+            minimum_bytes=plan.size,
+            computes=bool(plan.rewrites.layers),
+            tolerance=limit,
+            prepared=plan,
+        )
+
     def plan(self) -> Plan:
         """Return the prepared plan."""
         return self.prepared
@@ -125,15 +138,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     allowed = tolerance(stock, {"F32"} | rounded_to)
     if wide is not None and config.layout_of_layer(0).key_norm_eps is not None:
         allowed = replace(allowed, logits=None)  # inexact for scalars as small as the norm's eps
-    return FoldRequest(
-        source=source,
-        source_config=config,
-        options={"keep_cache": True} if keep_cache else {},
-        minimum_bytes=plan.size,
-        computes=bool(rewrites.layers),
-        tolerance=allowed,
-        prepared=plan,
-    )
+    return FoldRequest.of(source, config, plan, allowed, keep_cache)
 
 
 def copied(source: Source) -> FoldRequest:
@@ -142,15 +147,7 @@ def copied(source: Source) -> FoldRequest:
     shapes = tensor_shapes(stock, source.store.entries)
     dropped = check_source(source.store, shapes, tied_tensors(stock))
     plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))
-    return FoldRequest(
-        source=source,
-        source_config=stock,
-        options={},
-        minimum_bytes=plan.size,
-        computes=False,
-        tolerance=tolerance(stock, ()),
-        prepared=plan,
-    )
+    return FoldRequest.of(source, stock, plan, tolerance(stock, ()))
 
 
 def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads | None = None) -> LayerRewrites:

@@ -22,7 +22,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from .architectures.families import family_of
-from .architectures.mixer_tensors import cache_bytes, component_heads
+from .architectures.mixer_tensors import cache_bytes, mixers_layout
 from .compress.layer_rewrites import Tensors
 from .sources.tensor_store import DTYPES, TensorStore
 
@@ -171,7 +171,8 @@ def _counts(config: Any, layer: int) -> tuple[int, int, int]:
     explicit = config.mixers_of_layer(layer).get("explicit")
     if explicit is None:
         raise _refusal(f"layer {layer} has no 'explicit', so it caches all heads: fold without --keep-cache")
-    return (explicit.get("groups", 1), *component_heads(config, layer))
+    layout = mixers_layout(config, layer)
+    return explicit.get("groups", 1), layout.key_components, layout.value_components
 
 
 def _check_rope(config: Any) -> None:

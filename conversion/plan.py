@@ -3,7 +3,7 @@
 The bytes of each tensor are produced when it is written: copied, computed, grown or cast.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -154,16 +154,13 @@ def make_plan(
     return Plan(config, shards, replaced | dict(dropped), rewrites, decisions or {})
 
 
-def minimum_size(config: Any, store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
+def minimum_size(config: Any, store: TensorStore, dropped: Container[str], dtype: str | None) -> int:
     """Return a lower bound of the target's size in bytes: all tensors outside attention layers."""
-    omitted, attention = (
-        set(dropped),
-        tuple(attention_names(config, layer).prefix for layer in attention_layers(config)),
-    )
+    attention = tuple(attention_names(config, layer).prefix for layer in attention_layers(config))
     return sum(
         replace(entry, dtype=entry.dtype_in(dtype)).size
         for name, entry in store.entries.items()
-        if name not in omitted and not name.startswith(attention)
+        if name not in dropped and not name.startswith(attention)
     )
 
 

@@ -96,7 +96,11 @@ def run(
     source, out = request.source, expand_home(out)
     check_apart(source.store.paths, out)
     if plan_only:
-        return _dry_run(request, out, overwrite, progress)
+        check_target(out, overwrite)
+        if request.command == "fold":
+            check_record(out, overwrite)
+        with tempfile.TemporaryDirectory() as scratch:
+            return plan_report(request, request.calibrate(Path(scratch), progress, dry_run=True).plan())
     sample = read_sample(source, None) if verify else None  # before all work: it fails on a broken tokenizer
     with atomic_output(out, request.fingerprint, overwrite, restart) as output:
         if request.command == "fold":
@@ -151,15 +155,6 @@ def _chunks(store: TensorStore, step: Step, rewrites: LayerRewrites, written: Co
     for chunk in produce(store, step, rewrites):
         yield chunk
         written.add(chunk.nbytes)
-
-
-def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:
-    check_target(out, overwrite)
-    if request.command == "fold":
-        check_record(out, overwrite)
-    with tempfile.TemporaryDirectory() as scratch:
-        plan = request.calibrate(Path(scratch), progress, dry_run=True).plan()
-    return plan_report(request, plan)
 
 
 def plan_report(request: Request, plan: Plan) -> dict[str, Any]:

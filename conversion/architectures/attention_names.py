@@ -17,22 +17,19 @@ class AttentionNames:
     prefix: str
     """Prefix of the layer's attention tensors, such as `model.layers.0.self_attn.`."""
     parts: Mapping[str, str]
-    """Prefix of a part -> prefix of its name in this family; empty if parts are the names."""
+    """Prefix of a part -> prefix of its name in this family."""
 
     def stored(self, part: str) -> str:
         """Return the checkpoint name of a part."""
-        for decoder_prefix, family_prefix in self.parts.items():
-            if part.startswith(decoder_prefix):
-                return self.prefix + family_prefix + part.removeprefix(decoder_prefix)
-        return self.prefix + part
+        names = (new + part.removeprefix(old) for old, new in self.parts.items() if part.startswith(old))
+        return self.prefix + next(names, part)
 
     def part(self, name: str) -> str | None:
         """Return the part of a checkpoint name; None if it is no attention tensor of the layer."""
-        local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
-        if local is None or not self.parts:
-            return local
-        parts = (part + local.removeprefix(prefix) for part, prefix in self.parts.items() if local.startswith(prefix))
-        return next(parts, None)
+        if not name.startswith(self.prefix):
+            return None
+        local = name.removeprefix(self.prefix)
+        return next((old + local.removeprefix(new) for old, new in self.parts.items() if local.startswith(new)), None)
 
 
 def attention_names(config: Any, layer: int) -> AttentionNames:
@@ -40,11 +37,11 @@ def attention_names(config: Any, layer: int) -> AttentionNames:
     family = family_of(config)
     if family.stacks:
         part, inner = layer_parts(config)[layer]
-        return AttentionNames(family.stacks[part].format(layer=inner), family.parts or {})
+        return AttentionNames(family.stacks[part].format(layer=inner), family.parts)
     base = "" if architecture_of(config).endswith("Model") else f"{config.model_type.removeprefix(PREFIX)}."
     group, inner = divmod(layer, getattr(config, "inner_group_num", 1))
     prefix = family.attention.format(base=base, layer=layer, group=group, inner=inner)
-    return AttentionNames(prefix, family.parts or {})
+    return AttentionNames(prefix, family.parts)
 
 
 def attention_layers(config: Any) -> range:

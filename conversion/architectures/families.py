@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -59,8 +59,8 @@ class Family:
     """Name of the stock model class; the default for a family with several classes."""
     attention: str = "model.layers.{layer}.self_attn."
     """Prefix of the names of a layer's attention tensors."""
-    parts: Mapping[str, str] | None = None
-    """Prefix of an attention tensor's name in decoders -> prefix in this family; None if they are the same."""
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": ""})
+    """Prefix of an attention tensor's name in decoders -> prefix in this family."""
     stacks: Mapping[str, str] | None = None
     """Part of a T5 -> prefix of the names of its attention tensors; replaces `attention`."""
     is_encoder: bool = False
@@ -218,25 +218,13 @@ def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
     `stored` are the names in the checkpoint; they determine which embeddings of a T5 are tied.
     """
     model = empty_model(config, attn_implementation="eager")
-    if family_of(config).reads_images:
-        return {
-            name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
-        }
-    shapes: Shapes = {}
-    for name, tensor in model.state_dict().items():
-        shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
-        if fused is None:
-            shapes[name] = shape
-        else:
-            experts, rows, columns = shape
-            parts = FUSED[fused[2]]
-            names = [f"{fused[1]}{expert}.{part}.weight" for expert in range(experts) for part in parts]
-            shapes |= dict.fromkeys(names, (rows // len(parts), columns))
+    # As in `save_pretrained`: each expert has its own tensors, and some names are those of earlier releases.
+    tensors = revert_weight_conversion(model, model.state_dict())
     tied: Container[str] = tied_tensors(config)
     if family_of(config).stacks:
         embeddings, first = stored_embedding(model, stored)
         tied = {name for name in embeddings - {first} if name not in stored}
-    return {name: shape for name, shape in shapes.items() if name not in tied}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in tied}
 
 
 def kind_of(content: dict[str, Any]) -> str:

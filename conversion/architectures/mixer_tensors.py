@@ -61,12 +61,6 @@ def _initial_std(config: Any) -> float:
     return config.initializer_range
 
 
-def component_heads(config: Any, layer: int) -> tuple[int, int]:
-    """Return the number of heads of one layer's key projection and of its value projection."""
-    layout = mixers_layout(config, layer)
-    return layout.key_components, layout.value_components
-
-
 def cache_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of KV cache per token, for weights of this dtype.
 

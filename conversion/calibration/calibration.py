@@ -56,12 +56,6 @@ class Observers:
     routings: list[Routing | None] = field(default_factory=list)
     """Per layer, shared and active heads of the mixture, for the kind "router"; None if no heads are selected."""
 
-    @property
-    def hidden_state_sets(self) -> int:
-        """Number of hidden-state copies for converted models: one for each number of groups that is fitted."""
-        fits = max((len(self.fitted_counts(layer)) for layer in range(len(self.layouts))), default=0)
-        return max(fits, int("router" in self.kinds))
-
     def of_layer(self, layer: int) -> dict[str, Observer]:
         """Return new observers for a layer, by kind."""
         layout = self.layouts[layer]
@@ -81,7 +75,7 @@ class Observers:
         if "statistics" not in self.kinds or not self.candidates:
             return []
         heads = self.layouts[layer].key_value_heads
-        return [counts for counts in self.candidates[layer] if counts.fewest < heads]
+        return [counts for counts in self.candidates[layer] if min(counts.sides.values()) < heads]
 
     @property
     def chooses_groups(self) -> bool:
@@ -164,32 +158,14 @@ class Calibration:
 
 
 @torch.no_grad()
-def calibrate(
-    model: StreamedModel,
-    tokens: torch.Tensor,
-    observers: Observers,
-    path: Path,
-    advance: Advance,
-    fingerprint: str,
-    known: Calibration | None = None,
-) -> None:
-    """Run the source on windows of tokens (B, T) or on images, and write statistics, fitted tensors and fingerprint.
-
-    With `known`, the statistics are copied from this calibration, and only the fitted tensors are computed.
-    """
-    partial_file = path.with_name(f"{path.name}.partial")
-    expected = observers.shapes() | observers.fitted_shapes()
-    tensors = _layer_tensors(model, tokens, observers, advance, known)
-    write_streamed(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
-    partial_file.replace(path)
-
-
 def _layer_tensors(
     model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance, known: Calibration | None
 ) -> Iterator[Tensors]:
-    """Yield the tensors of the calibration file, one layer at a time."""
+    """Yield the tensors of the calibration file, one layer at a time; the statistics are those of `known`, if any."""
     hidden = model.embed(tokens)
-    converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
+    # Hidden states of converted models: one for each number of groups that is fitted, or one for fitted routers.
+    fits = max(len(observers.fitted_counts(layer)) for layer in range(len(observers.layouts)))
+    converted = [hidden.clone() for _ in range(max(fits, int("router" in observers.kinds)))]
     for layer, module in model.layers():
         attention: Any = model.attention(module)
         # Run the source: record statistics, and the attention outputs that the fits reproduce. A router needs neither.
@@ -203,17 +179,18 @@ def _layer_tensors(
                 hooks.enter_context(attention.register_forward_hook(call, with_kwargs=True))
             if observers.kinds - {"router"}:
                 _step(model, module, hidden)
-        tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
+        tensors = {kind: observer.sums for kind, observer in observed.items()}
         tensors |= {} if known is None else known.layer(layer)
         # Fit component heads, for each converted model with its own counts.
         compressed = [Tensors() for _ in converted]
         if fitted_counts:
-            statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
+            sums = {name: total.cpu() for name, total in tensors["statistics"].items()}
+            statistics = HeadStatistics(observers.layouts[layer], sums)
             is_routed = observers.routing(layer) is not None
             compressed = [
                 solve_layer(attention, statistics, *pair, is_routed) for pair in zip(calls, fitted_counts, strict=True)
             ]
-            tensors["statistics"] = statistics.as_tensors()
+            tensors["statistics"] = statistics.sums
         # Run the converted models, with a fitted router if the layer has one.
         heads = observers.layouts[layer].query_heads
         for states, changed in zip(converted, compressed, strict=True):
@@ -268,7 +245,7 @@ def observe(
 ) -> Calibration:
     """Return the given saved calibration, the one that an unfinished run left at `cached`, or a new one at `cached`.
 
-    For `known`, see `calibrate`.
+    A new one has the statistics of `known`, or else runs the source on windows of tokens (B, T) or on images.
     """
     if text.path is not None and text.is_saved:
         calibration = Calibration(text.path)
@@ -278,7 +255,11 @@ def observe(
         model = stream(source.store, stock, device=device)
         tokens = text.tokens(source, model, cached.parent, progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
-        calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)
+        tensors = _layer_tensors(model, tokens, observers, partial(progress, "calibrating"), known)
+        partial_file = cached.with_name(f"{cached.name}.partial")
+        expected = observers.shapes() | observers.fitted_shapes()
+        write_streamed(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
+        partial_file.replace(cached)
     return Calibration(cached)
 
 

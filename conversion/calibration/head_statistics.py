@@ -88,10 +88,6 @@ class HeadStatistics:
         self.sums = dict(sums or {})
         self.windows = 0
 
-    def as_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the sums, for a calibration file."""
-        return {name: tensor.cpu().contiguous() for name, tensor in self.sums.items()}
-
     @staticmethod
     def shapes(layout: HeadLayout, biased: bool) -> Shapes:
         """Return the names and shapes of the sums in a calibration file."""

@@ -55,19 +55,22 @@ class StreamedEncoder(StreamedModel):
         return hidden
 
     def _layers(self) -> list[Any]:
-        encoder, count = self._base.encoder, self.config.num_hidden_layers
-        if hasattr(encoder, "layer"):
-            return [*encoder.layer]
-        groups = encoder.albert_layer_groups  # ALBERT, whose layers share their weights
+        # Vision transformers other than DINOv2 have `layers`.
+        layers = getattr(self._base, "layers", None) or getattr(self._base.encoder, "layer", None)
+        if layers is not None:
+            return [*layers]
+        # ALBERT, whose layers share their weights.
+        groups, count = self._base.encoder.albert_layer_groups, self.config.num_hidden_layers
         return [layer for index in range(count) for layer in groups[int(index / (count / len(groups)))].albert_layers]
 
     def attention(self, layer: Any) -> Any:
         """Return the attention of one of `layers`."""
-        return AttentionView(layer.attention, family_of(self.config).parts or {})
+        is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
+        return AttentionView(layer.attention, {"": ""} if is_flat else family_of(self.config).parts)
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
-        return layer(hidden, None)
+        return layer(hidden)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -99,18 +102,6 @@ class StreamedImages(StreamedEncoder):
         embeddings = self._base.embeddings
         with self._weights(embeddings):
             return torch.cat([embeddings(image.to(self.device, self._dtype)) for image in tokens.split(1)])
-
-    def _layers(self) -> list[Any]:
-        return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # DINOv2 has `encoder.layer`
-
-    def attention(self, layer: Any) -> Any:
-        """Return the attention of one of `layers`."""
-        is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
-        return AttentionView(layer.attention, {} if is_flat else family_of(self.config).parts or {})
-
-    def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Run one of `layers` on hidden states (B, T, hidden)."""
-        return layer(hidden)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:

@@ -7,6 +7,7 @@ both stacks are one tensor (B, T, hidden): the encoder reads the first half of e
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -59,21 +60,20 @@ class StreamedT5(StreamedModel):
     def layers(self) -> Iterator[tuple[int, Any]]:
         """Yield each attention layer with its weights, which are freed after the last attention of a block."""
         parts = {ENCODER: [ENCODER], DECODER: [DECODER, CROSS]}
-        index = 0
+        index = count()
         for name in (ENCODER, DECODER) if self._decodes else (ENCODER,):
             stack = getattr(self._model, name)
             with self._weights(stack.final_layer_norm):
                 for inner, block in enumerate(stack.block):
                     with self._weights(block):
                         for part in parts[name]:
-                            yield index, AttentionLayer(part, inner, block)
-                            index += 1
+                            yield next(index), AttentionLayer(part, inner, block)
 
     def attention(self, layer: Any) -> Any:
         """Return the attention of one of `layers`."""
         sublayer = layer.block.layer[int(layer.part == CROSS)]
         attention = sublayer.EncDecAttention if layer.part == CROSS else sublayer.SelfAttention
-        return AttentionView(attention, family_of(self.config).parts or {})
+        return AttentionView(attention, family_of(self.config).parts)
 
     def call(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding.

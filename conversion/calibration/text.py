@@ -191,13 +191,11 @@ class Text:
         """
         texts = self._texts()
         documentation_count = int(documentation * count) if len(texts) > 1 else 0
-        parts = [
-            (text, share)
-            for text, share in zip(texts, (count - documentation_count, documentation_count), strict=False)
-            if share
-        ]
+        shares = zip(texts, (count - documentation_count, documentation_count), strict=False)
         tokenizer = load_tokenizer(source)
-        return torch.cat([windows(tokenizer, text, length, share, vocabulary, closed) for text, share in parts])
+        return torch.cat(
+            [windows(tokenizer, text, length, share, vocabulary, closed) for text, share in shares if share]
+        )
 
     def of_windows(self) -> dict[str, str]:
         """Return name and digest of the text that `windows` reads: for a saved calibration, the default text."""

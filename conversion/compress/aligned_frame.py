@@ -38,17 +38,13 @@ class Frame:
     @classmethod
     def joined(cls, frames: Sequence["Frame"]) -> "Frame":
         """Return one frame for all heads from the frames of groups, each on the features of the group's own heads."""
-        head_features = [
-            frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames
-        ]
-        other_features = [
-            frame.components[..., rows.shape[1] :].flatten(0, 1)
-            for frame, rows in zip(frames, head_features, strict=True)
-        ]
+        size = frames[0].maps.shape[-1]
+        split = [frame.components.flatten(0, 1).tensor_split([len(frame.maps) * size], dim=1) for frame in frames]
+        head_features, other_features = zip(*split, strict=True)
         components = torch.cat([torch.block_diag(*head_features), torch.cat(other_features)], dim=1)
         scalars = torch.block_diag(*(frame.scalars for frame in frames))
         maps = torch.cat([frame.maps for frame in frames])
-        return cls(components.unflatten(0, (-1, maps.shape[1])), scalars, maps)
+        return cls(components.unflatten(0, (-1, size)), scalars, maps)
 
     def combined(self) -> torch.Tensor:
         """Return the heads before their maps, `sum_j C_ij T_j`: (h, d, n)."""

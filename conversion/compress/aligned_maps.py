@@ -155,9 +155,8 @@ def _blocks(gram: torch.Tensor, heads: int, size: int) -> torch.Tensor:
 
 def _pairs(gram: torch.Tensor, heads: int, size: int) -> torch.Tensor:
     """Return the Gram matrix (n, n) of heads as one complex matrix per RoPE pair of features: (d / 2, h, h)."""
-    gram = gram[: heads * size, : heads * size]
-    blocks = gram.unflatten(1, (heads, 2, -1)).unflatten(0, (heads, 2, -1))
-    pairs = torch.einsum("iapjbp->pabij", blocks)
+    halves = _blocks(gram, heads, size).unflatten(3, (2, -1)).unflatten(1, (2, -1))
+    pairs = torch.einsum("iapjbp->pabij", halves)
     return torch.complex(pairs[:, 0, 0] + pairs[:, 1, 1], pairs[:, 1, 0] - pairs[:, 0, 1])
 
 

@@ -66,11 +66,9 @@ class AutoLayers:
         """Raise `ConversionError` if a budget is too small for this model, before anything is measured."""
         layouts, trials = self.target.layouts(), list[Trial]()
         if self.cache is not None:
-            unchanged = self._unchanged()
-            for layout, side in product(layouts, PROJECTIONS):
-                layer = layout.layer_index
-                counts = counts_to_try(layout.key_value_heads, unchanged[layer].groups)
-                trials += [(layer, side, count) for count in counts]
+            for (layout, unchanged), side in product(zip(layouts, self._unchanged(), strict=True), PROJECTIONS):
+                counts = counts_to_try(layout.key_value_heads, unchanged.groups)
+                trials += [(layout.layer_index, side, count) for count in counts]
         if self.active is not None:
             for layout in layouts:
                 trials += [(layout.layer_index, ACTIVE, count) for count in active_to_try(layout.query_heads)]

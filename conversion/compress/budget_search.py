@@ -177,13 +177,8 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torc
 def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
     """Return active heads per layer with the minimum total loss; `budget` is a fraction of all heads."""
     heads = layouts[0].query_heads
-    options = [
-        [
-            (heads, 0.0, heads),
-            *((count, loss, count) for (layer, side, count), loss in losses.items() if (layer, side) == key),
-        ]
-        for key in ((layout.layer_index, ACTIVE) for layout in layouts)
-    ]
+    tables = [_side_losses(losses, layout.layer_index, ACTIVE, heads) for layout in layouts]
+    options = [[(count, loss, count) for count, loss in side_losses.items()] for side_losses in tables]
     all_heads = heads * len(layouts)
     price, loss, counts = _cheapest(options, budget, all_heads, "--active")
     return Choice({"active_heads": counts}, price / all_heads, loss)
@@ -218,16 +213,17 @@ def _cheapest(
 
 def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, tuple[int, int]]]:
     """Return (cached numbers per token, loss, component counts) for each pair of counts that a layer may have."""
-    heads, layer = layout.key_value_heads, layout.layer_index
-    side_losses = {
-        side: {heads: 0.0} | {trial[2]: loss for trial, loss in losses.items() if trial[:2] == (layer, side)}
-        for side in PROJECTIONS
-    }
-    options = []
-    for (key, key_loss), (value, value_loss) in product(side_losses["key"].items(), side_losses["value"].items()):
+    heads, options = layout.key_value_heads, []
+    sides = (_side_losses(losses, layout.layer_index, side, heads).items() for side in ("key", "value"))
+    for (key, key_loss), (value, value_loss) in product(*sides):
         extra = side_data if min(key, value) < heads else 0
         options.append(((key + value) * layout.head_dim + extra, key_loss + value_loss, (key, value)))
     return options
+
+
+def _side_losses(losses: Losses, layer: int, side: str, heads: int) -> dict[int, float]:
+    """Return number of heads -> loss for a side of a layer; all `heads` have no loss."""
+    return {heads: 0.0} | {trial[2]: loss for trial, loss in losses.items() if trial[:2] == (layer, side)}
 
 
 def by_layer(losses: Losses) -> dict[str, Any]:

@@ -33,28 +33,6 @@ FRAME = ("components", "scalars", "maps")
 
 
 @dataclass(frozen=True)
-class _Compressed:
-    """Factors of a layer's key or value weights: component heads, scalars and maps."""
-
-    components: torch.Tensor
-    """Weights of the component heads (h', d, hidden), with the biases (if any) as a last column."""
-    scalars: torch.Tensor
-    """Scalars (h, h'), block-diagonal if there are groups."""
-    maps: torch.Tensor | None
-    """Maps (h, d, d); None if the reading projection does not change."""
-
-    def blocks(self, groups: int) -> torch.Tensor:
-        """Return the diagonal blocks of the scalars, as the model stores them: (h, h' / groups)."""
-        by_group = self.scalars.unflatten(1, (groups, -1)).unflatten(0, (groups, -1))
-        return by_group.diagonal(dim1=0, dim2=2).permute(2, 0, 1).flatten(0, 1)
-
-    def heads(self) -> torch.Tensor:
-        """Return the weights of the approximated heads: (h, d, hidden)."""
-        heads = torch.einsum("ij,jdn->idn", self.scalars, self.components)
-        return heads if self.maps is None else self.maps @ heads
-
-
-@dataclass(frozen=True)
 class ComponentHeads:
     """Component heads for the keys and values of one layer, and the method that computes them."""
 
@@ -64,12 +42,12 @@ class ComponentHeads:
 
     def rewritten_names(self) -> list[str]:
         """Return the parts that `rewrite` changes or creates; lists biases even if the model has none."""
-        names, is_aligned = [], self.method == "aligned"
+        names = list[str]()
         for side in self._smaller_sides():
             names += [f"mixers.explicit.{side}.weight", *_names(PROJECTIONS[side])]
-            if is_aligned and side == "key" and self.layout.key_norm_eps is None:
+            if self._has_maps(side):
                 names += _names(READERS[side])
-        if is_aligned and names:  # o_proj absorbs the maps of values, and may be fitted
+        if self.method == "aligned" and names:  # o_proj may be fitted
             names += _names(READERS["value"])
         if self.counts.reorders:
             names += [name for projection in (*PROJECTIONS.values(), *READERS.values()) for name in _names(projection)]
@@ -78,6 +56,11 @@ class ComponentHeads:
     def _smaller_sides(self) -> list[str]:
         """Return the sides that have fewer components than heads."""
         return [side for side, count in self.counts.sides.items() if count < self.layout.key_value_heads]
+
+    def _has_maps(self, side: str) -> bool:
+        """True if a projection absorbs maps of the heads of a side; otherwise the maps are the identity."""
+        can_absorb = side == "value" or self.layout.key_norm_eps is None
+        return self.method == "aligned" and side in self._smaller_sides() and can_absorb
 
     def fitted(self, statistics: HeadStatistics) -> Tensors:
         """Return the fitted order of heads and frames, by calibration name; slow unless `statistics` contain them."""
@@ -143,12 +126,12 @@ class ComponentHeads:
         """Return the layer's attention tensors with component heads, given the stock tensors."""
         tensors, sides = self._compress(tensors, statistics)
         new = dict(tensors)
-        for side, compressed in sides.items():
-            new |= _split(compressed.components.flatten(0, 1), tensors, PROJECTIONS[side])
-            new[f"mixers.explicit.{side}.weight"] = compressed.blocks(self.counts.groups).to(tensors["q_proj.weight"])
-            if compressed.maps is not None:
-                absorb = _absorb_key_maps if side == "key" else _absorb_value_maps
-                new |= absorb(tensors, compressed.maps)
+        for side, frame in sides.items():
+            new |= _split(frame.components.flatten(0, 1), tensors, PROJECTIONS[side])
+            scalars = _diagonal_blocks(frame.scalars, self.counts.groups)
+            new[f"mixers.explicit.{side}.weight"] = scalars.to(tensors["q_proj.weight"])
+            if self._has_maps(side):
+                new |= (_absorb_key_maps if side == "key" else _absorb_value_maps)(tensors, frame.maps)
         if self.method == "aligned" and statistics is not None:
             fitted = {part: statistics.sums.get(self.fitted_name(part)) for part in self.fitted_parts()}
             new |= {part: tensor.to(tensors["q_proj.weight"]) for part, tensor in fitted.items() if tensor is not None}
@@ -158,11 +141,11 @@ class ComponentHeads:
         """Return stock tensors equivalent to those of `rewrite` before Adam; k_proj and v_proj contain the maps."""
         tensors, sides = self._compress(tensors, statistics)
         new = dict(tensors)
-        for side, compressed in sides.items():
-            new |= _split(compressed.heads().flatten(0, 1), tensors, PROJECTIONS[side])
+        for side, frame in sides.items():
+            new |= _split(frame.heads().flatten(0, 1), tensors, PROJECTIONS[side])
         return new
 
-    def _compress(self, tensors: Tensors, statistics: HeadStatistics | None) -> tuple[Tensors, dict[str, _Compressed]]:
+    def _compress(self, tensors: Tensors, statistics: HeadStatistics | None) -> tuple[Tensors, dict[str, Frame]]:
         """Return the tensors with reordered heads and fitted `o_proj`, and the compressed keys and values by side."""
         if self.counts.reorders and statistics is not None:
             statistics = self.with_order(statistics)
@@ -172,16 +155,17 @@ class ComponentHeads:
             tensors = tensors | {"o_proj.weight": output + change.to(output)}
         return tensors, {side: self._compress_side(tensors, statistics, side) for side in PROJECTIONS}
 
-    def _compress_side(self, tensors: Tensors, statistics: HeadStatistics | None, side: str) -> _Compressed:
-        """Return the factors of the layer's keys or values by the chosen method."""
+    def _compress_side(self, tensors: Tensors, statistics: HeadStatistics | None, side: str) -> Frame:
+        """Return the layer's keys or values by the chosen method; components are weights with a column of biases."""
         weight = _joined(tensors, PROJECTIONS[side]).unflatten(0, (self.layout.key_value_heads, -1))
         count, groups = self.counts.sides[side], self.counts.groups
+        identity = torch.eye(weight.shape[1]).to(weight).expand(len(weight), -1, -1)
         if side not in self._smaller_sides():
-            return _Compressed(weight, torch.eye(count).to(weight), None)
+            return Frame(weight, torch.eye(count).to(weight), identity)
         if self.method == "svd":
             parts = [_singular_vectors(heads, count // groups) for heads in weight.chunk(groups)]
             components, scalars = zip(*parts, strict=True)
-            return _Compressed(torch.cat(components), torch.block_diag(*scalars), None)
+            return Frame(torch.cat(components), torch.block_diag(*scalars), identity)
         if statistics is None:
             raise ConversionError(f"method={self.method!r} needs statistics: calibrate first, or use method='svd'")
         frame = self._frame(statistics, side)
@@ -189,8 +173,7 @@ class ComponentHeads:
         if f"{PROJECTIONS[side]}.bias" in tensors:  # the last feature is the number 1
             constant = torch.eye(features.shape[1]).to(features)[-1:]
             features = torch.cat([features, constant])
-        absorbs = side == "value" or self.layout.key_norm_eps is None
-        return _Compressed(frame.components @ features, frame.scalars, frame.maps if absorbs else None)
+        return replace(frame, components=frame.components @ features)
 
     def with_order(self, statistics: HeadStatistics) -> HeadStatistics:
         """Return statistics with the order of KV heads, group by group; searched for the minimum error if missing."""
@@ -256,6 +239,12 @@ class ComponentHeads:
         if side == "value":
             return aligned_values
         return aligned_keys if self.layout.key_norm_eps is None else mixed_keys
+
+
+def _diagonal_blocks(scalars: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the blocks (h, h' / groups) of block-diagonal scalars (h, h'), as the model stores them."""
+    by_group = scalars.unflatten(1, (groups, -1)).unflatten(0, (groups, -1))
+    return by_group.diagonal(dim1=0, dim2=2).permute(2, 0, 1).flatten(0, 1)
 
 
 def _singular_vectors(heads: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

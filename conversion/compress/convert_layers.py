@@ -10,7 +10,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.attention_names import AttentionNames, attention_layers, attention_names, layer_parts
 from ..architectures.families import Shapes
-from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
+from ..architectures.mixer_tensors import layer_mixers, mixers_layout, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..mixers import MixerRequest
@@ -122,11 +122,11 @@ def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
     parts, layers = layer_parts(config), list[LayerRequest]()
     for layer in attention_layers(config):
         part_request = request.parts.get(parts[layer][0]) if parts else request
+        choices = part_request.choices if part_request else {}
         mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
-        names, components = attention_names(config, layer), component_heads(config, layer)
-        layers.append(
-            LayerRequest(layer, mixers, part_request.choices if part_request else {}, layout, names, components)
-        )
+        names, mixed = attention_names(config, layer), mixers_layout(config, layer)
+        components = mixed.key_components, mixed.value_components
+        layers.append(LayerRequest(layer, mixers, choices, layout, names, components))
     return layers
 
 

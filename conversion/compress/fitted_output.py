@@ -34,12 +34,10 @@ class AttentionCalls:
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
         self._every, self._count = -(-source.shape[0] * source.shape[1] // MAX_TOKENS), 0
-        sampled = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
-        self.inputs = [norm(converted_states).to(fast_dtype()) for converted_states, _ in sampled]
-        self.outputs = [
-            (source_states - converted_states).to(fast_dtype()) for converted_states, source_states in sampled
-        ]
-        self.sizes = [source_states for _, source_states in sampled]
+        source, converted = (states[:: self._every].unsqueeze(1) for states in (source, converted))
+        self.inputs = [norm(states).to(fast_dtype()) for states in converted]
+        self.outputs = [(one - other).to(fast_dtype()) for one, other in zip(source, converted, strict=True)]
+        self.sizes = [*source]
         """Mean square of each token's hidden state after attention (1, T); before the hook runs, the hidden states."""
         self.arguments: dict[str, Any] = {}
         """Keyword arguments of attention besides hidden states (positions, mask); the same for all calls."""

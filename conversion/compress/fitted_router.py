@@ -8,7 +8,7 @@ all heads from the active ones. Layers are fitted in order, each on the outputs 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -22,6 +22,8 @@ from ..calibration.head_statistics import fast_dtype, full_products
 from .fitted_output import MAX_TOKENS, RIDGE, FitData, ridge_map
 from .layer_rewrites import Tensors, substituted
 
+HeadOutputs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Inputs (T, hidden) and head outputs (T, heads d) of an attention layer, per recorded window."""
 ROUTER_RIDGE = 0.01
 """Ridge penalty relative to the mean square of the input features."""
 
@@ -51,33 +53,24 @@ class Routing:
         return torch.cat([routed.new_ones(*routed.shape[:-1], self.shared), routed], dim=-1)
 
 
-@dataclass(frozen=True)
-class HeadOutputs:
-    """Recorded inputs and head outputs of an attention layer."""
-
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    """Inputs of attention (T, hidden), per recorded window."""
-    heads: list[torch.Tensor] = field(default_factory=list)
-    """Head outputs (T, heads d), per recorded window."""
-
-
 @contextmanager
 def recorded(attention: Any, windows: torch.Tensor) -> Iterator[HeadOutputs]:
     """Return a context that records an attention layer, which is called once per window (B, T, hidden).
 
     If the windows have more than `MAX_TOKENS` tokens, evenly spaced ones are recorded.
     """
-    outputs, stride = HeadOutputs(), -(-windows.shape[0] * windows.shape[1] // MAX_TOKENS)
-    input_calls, head_calls = count(), count()
+    outputs, stride, calls = HeadOutputs(), -(-windows.shape[0] * windows.shape[1] // MAX_TOKENS), count()
+    hidden: list[torch.Tensor] = []
 
     def record_input(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        if next(input_calls) % stride == 0:
-            # A copy: layers without a norm before attention read the tensor that their outputs are written to.
-            outputs.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype(), copy=True))
+        hidden.append(inputs["hidden_states"])
 
     def record_heads(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if next(head_calls) % stride == 0:
-            outputs.heads.append(args[0].flatten(0, 1).to(fast_dtype()))
+        states = hidden.pop()
+        if next(calls) % stride == 0:
+            # Copies: layers without a norm before attention read the tensor that their outputs are written to.
+            x, heads = (tensor.flatten(0, 1).to(fast_dtype(), copy=True) for tensor in (states, args[0]))
+            outputs.append((x, heads))
 
     with (
         attention.register_forward_pre_hook(record_input, with_kwargs=True),
@@ -104,7 +97,7 @@ def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: in
         return squares.clamp_min(torch.finfo(torch.float32).tiny).log()[:, shared:] / 2
 
     def logarithms() -> Iterator[FitData]:
-        for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
+        for x, heads in outputs:
             yield x.double(), contributions(heads)
 
     with full_products():
@@ -118,7 +111,7 @@ def fit_output(
     """Return the router's weight, and the change of the output projection that is fitted to the active heads."""
 
     def missing_outputs() -> Iterator[FitData]:
-        for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
+        for x, heads in outputs:
             active = heads.double() * routing.mask(x, scores).repeat_interleave(size, -1)
             yield active, (heads.double() - active) @ weight.double().mT
 

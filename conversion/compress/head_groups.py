@@ -29,11 +29,6 @@ class Counts:
         """Side ("key", "value") -> number of component heads."""
         return {"key": self.key, "value": self.value}
 
-    @property
-    def fewest(self) -> int:
-        """The smaller of the two sides' numbers of component heads."""
-        return min(self.key, self.value)
-
     def label(self, text: str) -> str:
         """Return a label for names in a calibration: `text` for one group, else counts, groups and reordering."""
         if self.groups == 1:

@@ -21,7 +21,7 @@ from crosshead.common.torch_state import default_torch_state
 from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes, tied_tensors
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import Text, load_tokenizer, windows
+from ..calibration.text import Text
 from ..plan import check_source
 from ..sources.resolve import Source, open_source
 from ..sources.tensor_store import stored_dtype
@@ -104,11 +104,8 @@ def _measured(
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         stock, length = _checked_config(checkpoint, length, active)
-        if text is None:
-            tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=TRIAL_DOCUMENTATION)
-        else:
-            prose = read_text(text, ConversionError)
-            tokens = windows(load_tokenizer(checkpoint), prose, length, count, stock.vocab_size)
+        measured_text = Text(text, documents=None if text is None else read_text(text, ConversionError))
+        tokens = measured_text.windows(checkpoint, length, count, stock.vocab_size, documentation=TRIAL_DOCUMENTATION)
         config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
         config.dtype = config.dtype or stored_dtype(checkpoint.store)
         layouts = config.layouts()

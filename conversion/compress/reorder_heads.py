@@ -21,19 +21,16 @@ class HeadUse:
 
     def __init__(self, heads: int, active: int) -> None:
         self.active = active
-        self.counts = torch.zeros(heads, dtype=torch.float64)
+        self.sums = {"counts": torch.zeros(heads, dtype=torch.float64)}
 
     @torch.no_grad()
     def observe(self, attention: nn.Module, hidden: torch.Tensor, position_embeddings: object) -> None:
         """Add the tokens of one window, given the attention's input (B, T, hidden)."""
+        counts = self.sums["counts"]
         projected: torch.Tensor = attention.q_proj(hidden)  # type: ignore[operator]
-        query = projected.unflatten(-1, (len(self.counts), -1)).transpose(1, 2)
+        query = projected.unflatten(-1, (len(counts), -1)).transpose(1, 2)
         selected = query_norm_scores(query).topk(self.active, dim=-1).indices
-        self.counts += torch.bincount(selected.flatten(), minlength=len(self.counts)).to(self.counts)
-
-    def as_tensors(self) -> Tensors:
-        """Return the counts, for a calibration file."""
-        return {"counts": self.counts}
+        counts += torch.bincount(selected.flatten(), minlength=len(counts)).to(counts)
 
     @staticmethod
     def shapes(layout: HeadLayout) -> Shapes:

@@ -72,7 +72,6 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
     """Return the content of config.json; `rope_factors` are the file's divisors of RoPE frequencies, if any."""
     architecture = read_architecture(file)
     metadata = _ModelMetadata(file)
-    metadata.check_known()
     for required in (EMBEDDING, "output_norm.weight"):
         if required not in file.tensors:
             raise ConversionError(f"{file.paths[0]} has no tensor {required!r}: give a GGUF file of a complete model")
@@ -102,16 +101,13 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
 
 
 class _ModelMetadata:
-    """Metadata of the model, by keys without the architecture's prefix."""
+    """Metadata of the model, by keys without the architecture's prefix; the tables of this file must list all keys."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.paths[0]
         self._prefix = f"{file.metadata['general.architecture']}."
         own = [key for key in file.metadata if key.startswith(self._prefix)]
         self.values = {key.removeprefix(self._prefix): file.metadata[key] for key in own}
-
-    def check_known(self) -> None:
-        """Refuse metadata keys that the tables of this file do not list."""
         for key in sorted(self.values.keys() - SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
             raise self.error(key, "which the stock model does not know: convert the checkpoint it was made from")
 

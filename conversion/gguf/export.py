@@ -1,7 +1,7 @@
 """Folds a model to a GGUF file: plans it, writes it, reads it back, compares it with the source, and publishes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from ..writing.atomic_file import atomic_file, check_file
 from ..writing.atomic_output import check_apart, check_free
 from ..writing.shard_writer import digest_of
 from .header import MAGIC
-from .metadata import NAMES, Description, Metadata, describe
+from .metadata import NAMES, Metadata, describe
 from .store import GgufStore, require_gguf
 from .tokenizer import tokenizer_metadata
-from .writer import FILE_TYPES, Target, default_type, plan_targets, unblocked, write_gguf
+from .writer import FILE_TYPES, Export, Target, default_type, plan_targets, write_gguf
 
 SUFFIX = ".gguf"
 _QUANTISATION_VERSION = 2
@@ -44,32 +44,6 @@ def check_type(out: Path, type: str | None) -> bool:
             f"--type {type} is for GGUF files, and {out} is a folder: use a name that ends in {SUFFIX}"
         )
     return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Export:
-    """The plan of a GGUF file: everything that is known before it is written."""
-
-    request: Request
-    plan: Plan
-    type: str
-    description: Description
-    file_metadata: Metadata
-    targets: Sequence[Target]
-
-    @property
-    def size(self) -> int:
-        """Size of all tensors in bytes."""
-        return sum(target.size for target in self.targets)
-
-    def report(self) -> dict[str, Any]:
-        """Return the entry `gguf` of the record: file type, architecture, and the format of every tensor."""
-        return {
-            "type": self.type,
-            "architecture": self.description.architecture,
-            "not_quantised": unblocked(self.targets, self.type),
-            "tensors": {target.name: target.format for target in self.targets},
-        }
 
 
 def run_gguf(
@@ -101,10 +75,7 @@ def run_gguf(
         export = _prepare(request, type)
         sample = read_sample(request.source, None) if verify else None
         check_free(path.parent, out, export.size)
-        store = request.source.store
-        planned, stored = write_gguf(
-            path, export.description, export.file_metadata, export.targets, export.plan, store, progress
-        )
+        planned, stored = write_gguf(path, export, progress)
         content = record(export.request, export.plan, planned) | {"gguf": export.report()}
         if sample is not None:
             content["verification"] = _verify(export, path, stored, sample, progress)
@@ -112,7 +83,7 @@ def run_gguf(
     return content | {"folder": str(out)}
 
 
-def _prepare(request: Request, type: str | None) -> _Export:
+def _prepare(request: Request, type: str | None) -> Export:
     """Plan the file, and check everything that can be checked before it is written."""
     plan, source = request.plan(), request.source
     integers = [step.entry.name for step in plan.steps if step.entry.is_integer]
@@ -128,24 +99,21 @@ def _prepare(request: Request, type: str | None) -> _Export:
         **tokenizer_metadata(load_tokenizer(source), plan.config, source.origin["name"]),
     }
     targets = plan_targets(plan, description, type)
-    if not {target.format for target in targets} <= DTYPES.keys():
+    is_quantised = not {target.format for target in targets} <= DTYPES.keys()
+    if is_quantised:
         file_metadata["general.quantization_version"] = _QUANTISATION_VERSION
-    request = replace(request, options={**request.options, "type": type}, tolerance=_tolerance(plan, targets))
-    return _Export(
-        request=request, plan=plan, type=type, description=description, file_metadata=file_metadata, targets=targets
-    )
+    allowed = None if is_quantised else _tolerance(plan, targets)
+    request = replace(request, options={**request.options, "type": type}, tolerance=allowed)
+    return Export(request, plan, type, description, file_metadata, targets)
 
 
-def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
-    """Return the maximum allowed difference from the source; None if some tensors are quantised."""
-    if not {target.format for target in targets} <= DTYPES.keys():
-        return None
+def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance:
     rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
     rounded |= {target.format for target in targets if {step.entry.dtype for step in target.steps} != {target.format}}
     return tolerance(plan.config, {"F32"} | rounded)
 
 
-def _plan_report(export: _Export) -> dict[str, Any]:
+def _plan_report(export: Export) -> dict[str, Any]:
     tensors = {
         target.name: {"fate": target.action, "dtype": target.format, "shape": list(target.shape)}
         for target in export.targets
@@ -155,7 +123,7 @@ def _plan_report(export: _Export) -> dict[str, Any]:
 
 
 def _verify(
-    export: _Export, path: Path, digests: Mapping[str, str], sample: Sample, progress: Progress
+    export: Export, path: Path, digests: Mapping[str, str], sample: Sample, progress: Progress
 ) -> dict[str, Any]:
     """Read the file back and measure it; metadata, names, shapes, unquantised values and logits must agree.
 

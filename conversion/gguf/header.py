@@ -149,23 +149,23 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
     return GgufTensor(path, start, quantisation, shape, prod(shape) // block * block_size)
 
 
+@dataclass
 class _Cursor:
     """Reads a header sequentially; `ConversionError` instead of reading past the end of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self.path = path
-        self.position = 0
-        self._file = file
-        self._size = size
+    path: Path
+    file: BinaryIO
+    size: int
+    position: int = 0
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
         self.position += count
-        if self.position > self._size:
+        if self.position > self.size:
             raise ConversionError(
-                f"{self.path} is truncated: it has {self._size} bytes, fewer than its header; download it again"
+                f"{self.path} is truncated: it has {self.size} bytes, fewer than its header; download it again"
             )
-        return self._file.read(count)
+        return self.file.read(count)
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
         """Return the next numbers, for format codes of `struct`."""

@@ -12,7 +12,7 @@ from crosshead.common.checked_json import quoted
 from crosshead.common.errors import ConversionError
 
 from .config import EXPERT_SIZES, SIZES, llama3_factors
-from .tensors import ARCHITECTURES, Architecture
+from .tensors import ARCHITECTURES
 
 Metadata = dict[str, Any]
 """Metadata key -> a string, a boolean, a number (written as uint32 or float32), or a list of strings or numbers."""
@@ -49,22 +49,15 @@ class Description:
     rope_factors: list[float] | None
     """Divisors of the RoPE frequencies, which are stored as a tensor; None if frequencies are not divided."""
 
-    @property
-    def family(self) -> Architecture:
-        """The stock model family of the architecture."""
-        return ARCHITECTURES[self.architecture]
-
     def differences(self, other: "Description") -> list[str]:
         """Return the keys in which two descriptions differ by more than float32 rounding."""
-        pairs = {key: (self.keys.get(key), other.keys.get(key)) for key in sorted(self.keys | other.keys)}
-        differ = [key for key, (one, two) in pairs.items() if not _is_close(one, two)]
-        factors = self.rope_factors or [], other.rope_factors or []
-        if len(factors[0]) != len(factors[1]) or not all(map(_is_close, *factors)):
-            differ.append("the RoPE factors")
-        return differ
+        one, two = (description.keys | {"the RoPE factors": description.rope_factors} for description in (self, other))
+        return [key for key in sorted(one | two) if not _is_close(one.get(key), two.get(key))]
 
 
 def _is_close(one: Any, two: Any) -> bool:
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_is_close, one, two))
     if isinstance(one, float) and isinstance(two, float):
         return math.isclose(one, two, rel_tol=1e-6)
     return bool(one == two)

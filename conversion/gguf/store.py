@@ -36,7 +36,8 @@ class GgufStore:
         for name, tensor in self.file.tensors.items():
             check_format(name, tensor)
         factors = self.file.tensors.get(ROPE_FACTORS)
-        self.config = stock_config(self.file, None if factors is None else _values(factors))
+        rope_factors = None if factors is None else torch.cat([*StockTensor(factors).blocks()]).flatten().tolist()
+        self.config = stock_config(self.file, rope_factors)
         self.dropped = {} if factors is None else {ROPE_FACTORS: "config.json has them in rope_parameters"}
         """Name of a tensor of the file that is not in the store -> the reason."""
         self._tensors: dict[str, StockTensor] = {}
@@ -101,10 +102,6 @@ def require_gguf() -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ConversionError('GGUF files need the gguf package: pip install "crosshead[gguf]"') from error
-
-
-def _values(tensor: GgufTensor) -> list[float]:
-    return [value for block in StockTensor(tensor).blocks() for value in block.flatten().tolist()]
 
 
 def write_side_files(store: GgufStore, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Writes the tensors of a plan and their metadata as a GGUF file, a few megabytes at a time."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,13 +14,16 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress
 
 from ..plan import Plan, Step, produce
-from ..sources.tensor_store import DTYPES, TensorStore, tensor_bytes
+from ..sources.tensor_store import DTYPES, tensor_bytes
+from ..stages import Request
 from ..writing.shard_writer import check_finite, whole_rows
 from .metadata import Description, Metadata
-from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
+from .tensors import ARCHITECTURES, ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
 """File type -> its number in `general.file_type`, for all formats that the `gguf` package can quantise to."""
+_ADDERS = {str: "add_string", bool: "add_bool", int: "add_uint32", float: "add_float32", list: "add_array"}
+"""Type of a metadata value -> method of the `gguf` package's writer that adds it."""
 _UNBLOCKED = "F16"
 """Format of a matrix whose row length is not a multiple of the block size of the file's type."""
 _ROUTER = "ffn_gate_inp."
@@ -79,7 +82,7 @@ def plan_targets(plan: Plan, description: Description, type: str) -> list[Target
             groups.setdefault(gguf_name(step.entry.name), []).append(step)
     head_size = description.keys[f"{description.architecture}.attention.key_length"]
     return [
-        _target(name, groups[name], description.family, head_size, type)
+        _target(name, groups[name], ARCHITECTURES[description.architecture], head_size, type)
         for name in sorted(groups, key=lambda name: (depth(name), name))
     ]
 
@@ -103,33 +106,51 @@ def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: i
     return Target(name, form, shape, tuple(steps), head_rows)
 
 
-def unblocked(targets: Iterable[Target], type: str) -> list[str]:
-    """Return the names of the matrices that are not in the format of the file's type because of their row length."""
-    return [target.name for target in targets if target.format == _UNBLOCKED != type.upper()]
+@dataclass(frozen=True)
+class Export:
+    """The plan of a GGUF file: everything that is known before it is written."""
+
+    request: Request
+    plan: Plan
+    type: str
+    description: Description
+    file_metadata: Metadata
+    """Metadata about the file and its tokenizer."""
+    targets: Sequence[Target]
+
+    @property
+    def size(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(target.size for target in self.targets)
+
+    def report(self) -> dict[str, Any]:
+        """Return the entry `gguf` of the record: file type, architecture, and the format of every tensor.
+
+        "not_quantised" are the matrices that do not have the format of the file's type because of their row length.
+        """
+        return {
+            "type": self.type,
+            "architecture": self.description.architecture,
+            "not_quantised": [item.name for item in self.targets if item.format == _UNBLOCKED != self.type.upper()],
+            "tensors": {target.name: target.format for target in self.targets},
+        }
 
 
-def write_gguf(
-    path: Path,
-    description: Description,
-    file_metadata: Metadata,
-    targets: Sequence[Target],
-    plan: Plan,
-    store: TensorStore,
-    progress: Progress,
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Write the file and return CRC-32 checksums by stock name; `file_metadata` is about the file and its tokenizer.
+def write_gguf(path: Path, export: Export, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """Write the file and return CRC-32 checksums by stock name.
 
     The first checksums are those of the planned bytes, as in the record of a folder. The others are those of values
     rounded to the file's format, in stock row order, without quantised tensors.
     """
     import gguf
 
-    writer = gguf.GGUFWriter(None, description.architecture)
-    _add_metadata(writer, file_metadata | description.keys)
-    factors = description.rope_factors
+    description, plan, store = export.description, export.plan, export.request.source.store
+    writer, factors = gguf.GGUFWriter(None, description.architecture), description.rope_factors
+    for key, value in (export.file_metadata | description.keys).items():
+        getattr(writer, _ADDERS[type(value)])(key, value)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
-    for target in targets:
+    for target in export.targets:
         number = gguf.GGMLQuantizationType[target.format]
         # With np.float32 the shape counts values; with np.uint8 the package would expect a shape in bytes.
         writer.add_tensor_info(target.name, target.shape, np.dtype(np.float32), target.size, raw_dtype=number)
@@ -144,7 +165,7 @@ def write_gguf(
         if factors is not None:
             file.write(np.array(factors, dtype="<f4").tobytes())
             writer.write_padding(file, 4 * len(factors))
-        for target in targets:
+        for target in export.targets:
             for step in target.steps:
                 for block in _encoded(target, step, produce(store, step, plan.rewrites), planned, stored):
                     file.write(block)
@@ -153,18 +174,6 @@ def write_gguf(
     finally:
         writer.close()
     return planned, stored
-
-
-def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
-    adders = {
-        str: writer.add_string,
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        list: writer.add_array,
-    }
-    for key, value in metadata.items():
-        adders[type(value)](key, value)
 
 
 def _encoded(

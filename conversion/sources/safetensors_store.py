@@ -39,10 +39,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 class Header:
     """The header of a safetensors file."""
 
-    entries: dict[str, Entry]
-    """Tensor name -> its entry, in the order of the tensors' bytes."""
-    starts: dict[str, int]
-    """Tensor name -> offset of its first byte in the file."""
+    tensors: dict[str, tuple[int, Entry]]
+    """Tensor name -> offset of its first byte in the file, and its entry, in the order of the tensors' bytes."""
     fingerprint: str
     """Hash of the file's size, modification time and header."""
 
@@ -69,8 +67,7 @@ def read_header(path: Path) -> Header:
     spans = _parse_header(path, parse_object(raw, f"the header of {path}"))
     _check_layout(path, spans, start, size)
     fingerprint = hashlib.sha256(f"{size} {status.st_mtime_ns} ".encode() + raw).hexdigest()
-    starts = {entry.name: start + begin for begin, _, entry in spans}
-    return Header({entry.name: entry for _, _, entry in spans}, starts, fingerprint)
+    return Header({entry.name: (start + begin, entry) for begin, _, entry in spans}, fingerprint)
 
 
 def _parse_header(path: Path, content: dict[str, Any]) -> list[_Span]:
@@ -141,10 +138,10 @@ class SafetensorsStore:
         self._locations: dict[str, tuple[Path, int]] = {}
         lines = []
         for file, header in _read_headers(folder).items():
-            names = {_modern(name): name for name in header.entries}
-            self.entries |= {name: replace(header.entries[stored], name=name) for name, stored in names.items()}
-            self.shards[file] = list(names)
-            self._locations |= {name: (folder / file, header.starts[stored]) for name, stored in names.items()}
+            tensors = {_modern(name): tensor for name, tensor in header.tensors.items()}
+            self.entries |= {name: replace(entry, name=name) for name, (_, entry) in tensors.items()}
+            self.shards[file] = list(tensors)
+            self._locations |= {name: (folder / file, start) for name, (start, _) in tensors.items()}
             lines.append(f"{file} {header.fingerprint}\n")
         self._fingerprint = hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -201,9 +198,9 @@ def _read_indexed_headers(folder: Path) -> dict[str, Header]:
     for file in sorted(set(files.values())):
         header = headers[file] = read_header(folder / file)
         listed = {name for name, its_file in files.items() if its_file == file}
-        for name in sorted(listed - header.entries.keys()):
+        for name in sorted(listed - header.tensors.keys()):
             raise ConversionError(f"{index} lists tensor {quoted(name)} in {quoted(file)}, which does not contain it")
-        for name in sorted(header.entries.keys() - listed):
+        for name in sorted(header.tensors.keys() - listed):
             fault = f"lists it in {quoted(files[name])}" if name in files else "does not list it"
             raise ConversionError(f"{folder / file} contains tensor {quoted(name)}, but {INDEX} {fault}")
     return headers

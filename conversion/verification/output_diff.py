@@ -83,20 +83,15 @@ def compare_encoders(
     _check_finite(before, after, _DAMAGED_OUTPUTS)
     difference, is_logits = (before - after).abs(), before.ndim == 2
     kind = "logit" if is_logits else "hidden"
+    size = {"windows": len(inputs), "window_length": inputs.shape[1]}
     return {
-        **_size(inputs),
+        **({"images": len(inputs)} if inputs.is_floating_point() else size),
         f"greatest_{kind}_difference": float(difference.max()),
         f"mean_{kind}_difference": float(difference.mean()),
         f"largest_{kind}": float(before.abs().max()),
         **(_classes(before, after) if is_logits else {}),
         **cosines,
     }
-
-
-def _size(inputs: torch.Tensor) -> dict[str, int]:
-    if inputs.is_floating_point():
-        return {"images": len(inputs)}
-    return {"windows": len(inputs), "window_length": inputs.shape[1]}
 
 
 def _classes(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:

@@ -45,6 +45,7 @@ from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
+"""Length and number of the windows on which the model runs in a clean process; images have fewer channels."""
 RELOAD_TOLERANCE = 1e-5
 """Maximum logit difference between this process and the clean process, relative to the largest logit."""
 KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
@@ -61,12 +62,6 @@ class Sample:
     """Token windows (B, T), or pixel values (B, channels, height, width)."""
     text: str
     """Name of the text or of the images in the record."""
-
-    @property
-    def prompts(self) -> torch.Tensor:
-        """The part of the sample on which the model runs in a clean process."""
-        prompts = self.tokens[:PROMPTS]
-        return prompts if prompts.is_floating_point() else prompts[:, :PROMPT_LENGTH]
 
 
 def read_sample(source: Source, text: Path | None) -> Sample:
@@ -156,7 +151,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
-        "reload": _reload(on_cpu, model, after, sample.prompts),
+        "reload": _reload(on_cpu, model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
     }
 
 
@@ -172,25 +167,18 @@ _StreamedPair = tuple[StreamedModel, StreamedModel]
 
 
 def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _StreamedPair:
-    attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
-    return (
-        stream(source.store, before, attn_implementation=attention, device=device),
-        stream(model.store, after, attn_implementation=attention, device=device),
-    )
+    # `talking` replaces the attention function, so that only eager attention gives identical results.
+    is_eager = any(hasattr(config, "mixers") and "talking" in config.mechanisms() for config in (before, after))
+    options = {"attn_implementation": "eager" if is_eager else "sdpa", "device": device}
+    return stream(source.store, before, **options), stream(model.store, after, **options)
 
 
 def _compared(
     streamed: _StreamedPair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
-    advance = partial(progress, "comparing")
     compare = compare_decoders if predicts_tokens(streamed[0].config) else compare_encoders
-    result = compare(*streamed, sample.tokens, advance)
+    result = compare(*streamed, sample.tokens, partial(progress, "comparing"))
     return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **result}
-
-
-def _needs_eager(config: Any) -> bool:
-    """True if a mechanism replaces the attention function, so that only eager attention gives identical results."""
-    return hasattr(config, "mixers") and "talking" in config.mechanisms()
 
 
 def folder_of(checkpoint: Source) -> Path | None:

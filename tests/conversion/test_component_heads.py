@@ -72,7 +72,7 @@ def changed_model(model, make, counts, method, mixers=None, fitted=False):
     statistics = calibration_statistics(model) if method == "aligned" else [None] * len(model.model.layers)
     for index, layout in enumerate(layouts(model)):
         prefix, layer_statistics = PREFIX.format(index), statistics[index]
-        if counts.fewest < HEADS and layer_statistics is not None and fitted:
+        if min(counts.sides.values()) < HEADS and layer_statistics is not None and fitted:
             layer_statistics = with_output(layer_statistics, counts)
         new = make(ComponentHeads(layout, counts, method), layer_tensors(model, index), layer_statistics)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}

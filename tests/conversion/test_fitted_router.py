@@ -68,7 +68,7 @@ def least_squares(x, y, ridge):
 def test_router_and_projection_are_least_squares_solutions(backbone, shared, active):
     attention, routing, outputs = record_attention(backbone, shared, active)
     size, weight = attention.head_dim, attention.o_proj.weight.double()
-    x, heads = (torch.cat(parts).double() for parts in (outputs.inputs, outputs.heads))
+    x, heads = (torch.cat(parts).double() for parts in zip(*outputs, strict=True))
     count = heads.shape[1] // size
     parts = [heads[:, i * size : (i + 1) * size] @ weight[:, i * size : (i + 1) * size].T for i in range(count)]
     logarithms = torch.stack([part.norm(dim=1).log() for part in parts], dim=1)[:, shared:]

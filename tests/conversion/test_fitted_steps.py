@@ -67,7 +67,7 @@ def test_steps_reduce_error_and_calibration_stores_fitted_tensors(backbone, coun
     assert {name: tuple(statistics.sums[name].shape) for name in statistics.sums if name.startswith("fitted")} == {
         name: shape for name, shape in heads.shapes_of_fitted(backbone == "Qwen2").items() if name.startswith("fitted")
     }
-    stored = HeadStatistics(layout, statistics.as_tensors())
+    stored = HeadStatistics(layout, statistics.sums)
     new = heads.rewrite(source, stored)
     torch.testing.assert_close(as_stock(new, counts.groups), stock)
     start = {name: tensor for name, tensor in statistics.sums.items() if not name.startswith("fitted")}

@@ -36,10 +36,10 @@ def test_statistics_of_windows_add_up(backbone):
     arguments = layer_and_input(backbone)
     whole, apart = HeadStatistics(arguments[3]), observe_windows(*arguments)
     whole.observe(*arguments[:3])
-    for name, tensor in apart.as_tensors().items():
+    for name, tensor in apart.sums.items():
         assert tensor.dtype == torch.float64
-        torch.testing.assert_close(whole.as_tensors()[name], tensor, rtol=0, atol=0)
-    again = HeadStatistics(arguments[3], apart.as_tensors())
+        torch.testing.assert_close(whole.sums[name], tensor, rtol=0, atol=0)
+    again = HeadStatistics(arguments[3], apart.sums)
     assert again.sums.keys() == apart.sums.keys()
 
 

@@ -108,7 +108,7 @@ def test_failed_conversion_keeps_calibration(workdir, monkeypatch):
         patch.setattr(convert, "convert_layers", raising(MemoryError("no memory")))
         crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
     assert str(workdir / WORK) in caught.value.__notes__[0]
-    monkeypatch.setattr(calibrating, "calibrate", raising(AssertionError("calibrated again")))
+    monkeypatch.setattr(calibrating, "write_streamed", raising(AssertionError("calibrated again")))
     crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
     assert hidden_files(workdir) == []
 

@@ -62,4 +62,4 @@ def test_head_use_counts_heads_chosen_by_router():
     for token in attention.q_proj(hidden).reshape(-1, 4, 8):
         for head in sorted(range(4), key=lambda head, token=token: -token[head].norm().item())[:2]:
             expected[head] += 2
-    assert torch.equal(use.as_tensors()["counts"], expected)
+    assert torch.equal(use.sums["counts"], expected)
