@@ -17,6 +17,8 @@ def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
     """Serve an empty Hub for uploads; failed uploads are retried without delay."""
     with serving({}) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", token)
