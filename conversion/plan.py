@@ -76,12 +76,13 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
     if CROSS_BIAS in store.entries:
         dropped[CROSS_BIAS] = "of cross-attention, which has no position bias"
-    for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
-        dropped[name] = "a head that the class in config.json does not have"
+    further = [name for name in store.entries if name not in shapes]
+    dropped |= dict.fromkeys(
+        filter(OTHER_HEADS.fullmatch, further), "a head that the class in config.json does not have"
+    )
     mtp_prefixes = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
-    for name in store.entries.keys() - shapes.keys():
-        if mtp_prefixes and name.startswith(mtp_prefixes):
-            dropped[name] = "of a layer that predicts further tokens, which the class does not have"
+    mtp_names = (name for name in further if name.startswith(mtp_prefixes))
+    dropped |= dict.fromkeys(mtp_names, "of a layer that predicts further tokens, which the class does not have")
     for name, other in tied.items():
         if name in store.entries and other in store.entries and not same_bytes(store, name, other):
             raise ConversionError(

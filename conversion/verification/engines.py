@@ -27,7 +27,7 @@ from ..fold import fold
 from ..sources.model_folder import read_record, record_file, write_json
 from ..sources.resolve import Source, open_source
 from .engine_worker import MISSING
-from .reload import agreement
+from .reload import agreement, empty_cache
 from .verify import folder_of, read_sample, refuse_foreign_code
 
 ENGINES = {"vllm": "vllm", "llama.cpp": "llama-cpp-python"}
@@ -132,10 +132,7 @@ def run_engine(
         job.write_text(json.dumps(content), encoding="utf-8")
         interpreter = os.path.abspath(expand_home(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
-        # An empty cache: a config must not be able to load another repository's code from the user's cache.
-        home = str(Path(scratch, "home"))
-        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules"}
-        environment.pop("HF_HUB_CACHE", None)
+        environment |= empty_cache(Path(scratch, "home"))
         command = [interpreter, "-P", str(WORKER), str(job)]
         try:
             process = subprocess.run(

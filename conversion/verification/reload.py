@@ -61,12 +61,18 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
     return sum(left == right for left, right in pairs) / len(pairs)
 
 
+def empty_cache(home: Path) -> dict[str, str]:
+    """Return environment variables for a process that finds no code or models in the user's cache of the Hub."""
+    hub = str(home / "hub")
+    settings = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"}
+    return settings | {"HF_HUB_CACHE": hub, "HUGGINGFACE_HUB_CACHE": hub}
+
+
 def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
     """Run the worker in an isolated interpreter, and return its result."""
-    request, result, home = scratch / "job.json", scratch / "result.json", str(scratch / "home")
+    request, result = scratch / "job.json", scratch / "result.json"
     request.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
-    settings = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
-    settings |= {"HF_HUB_CACHE": f"{home}/hub", "HUGGINGFACE_HUB_CACHE": f"{home}/hub"}
+    settings = empty_cache(scratch / "home")
     # This process may have found its libraries through a changed sys.path, which the stricter option -I would ignore.
     settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
     command = [sys.executable, "-P", str(WORKER), str(request)]

@@ -142,10 +142,12 @@ def test_expert_biases_keep_dtype_in_bfloat16_conversion(tmp_path):
 def test_multi_token_prediction_layers_are_dropped(tmp_path):
     source = write_stock(tmp_path / "source", "DeepseekV3")
     file = source / "model.safetensors"
-    further = {"model.layers.2.eh_proj.weight": torch.ones(3), "model.layers.2.mlp.gate.weight": torch.ones(3)}
+    ends = ("eh_proj", "enorm", "hnorm", "mlp.gate", "self_attn.o_proj", "shared_head.head")
+    further = {f"model.layers.2.{end}.weight": torch.ones(3) for end in ends}
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
     report = crosshead.convert(source, tmp_path / "made", {"gating": {}})
     assert all("further tokens" in report["dropped"][name] for name in further)
+    assert list(report["dropped"]) == sorted(further)  # in the order of the file, in every run
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(toys.LATENT, toys.SHARED_ROTARY_CASES, strength=1))
