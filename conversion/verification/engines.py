@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from crosshead.common.errors import ConversionError, temporary_files
+from crosshead.common.errors import ConversionError
 from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Progress, silent
 
@@ -118,7 +118,7 @@ def run_engine(
 
     The model in vLLM, or the KV cache in llama.cpp, has the dtype in `config`.
     """
-    with temporary_files(), tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
         content = {
             "engine": engine,
