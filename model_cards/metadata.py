@@ -15,7 +15,7 @@ HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation
 """Name and URL of the source of benchmark results."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
 """Licence keys of the metadata."""
-HELD_OUT = ("held-out", "held-out part of the training data")
+HELD_OUT = ("held-out", "held-out data of the training run")
 """Type and name of the dataset for the held-out loss."""
 
 

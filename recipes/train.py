@@ -104,13 +104,15 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         step = trainer.state.global_step
         if step < recipe.steps:
             return Outcome(step, recipe.steps, on_signal.signal, None, MetricsFile.last(output))
+        if trainer.monitor.is_high and is_main_process():
+            logger.warning("the loss is far above its lowest value: the run diverged, or is about to")
         _save(recipe, trainer, processor, extra_files)
     return Outcome(recipe.steps, recipe.steps, None, output / checkpoints.MODEL, MetricsFile.last(output))
 
 
 def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
     """Return the settings that determine the losses of a run, as a flat JSON object."""
-    flat: dict[str, Any] = {"data": data.fingerprint, "steps": recipe.steps}
+    flat: dict[str, Any] = {checkpoints.DATA: data.fingerprint, "steps": recipe.steps}
     for section, content in asdict(recipe).items():
         if section in NO_EFFECT:
             continue

@@ -159,7 +159,7 @@ def _config(recipe: Recipe) -> tuple[Any, str]:
             expected_config = model_config(expected, recipe.objective)
             if is_replaced:
                 config.num_labels = expected_config.num_labels
-            check_expected(config, expected_config)
+            check_expected(config, expected_config, expected)
         config_class = CONFIGS.get(f"crosshead_{config.model_type}")
         if config_class is not None and DECODERS not in config_class.auto_classes:
             # Count a stock model as a crosshead model without mechanisms.

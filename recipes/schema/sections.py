@@ -73,6 +73,9 @@ class DataSource(Section):
     """hub: tokenise the dataset while it is downloaded, without a local copy of its files."""
 
     def __post_init__(self) -> None:
+        ending = self.path.lower().rpartition(".")[2]
+        if self.kind == "text" and ending in ("jsonl", "parquet"):
+            raise RecipeError(f"{self.path} would be read as plain text, because it has no kind: add `kind: {ending}`")
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in UNUSED_OPTIONS[self.kind] and value != option.default:
@@ -114,7 +117,8 @@ class ModelOptions(Section):
     path: PathOrId | None = None
     """Initial model, crosshead or stock: a folder or a Hub id, optionally with a revision (`org/model@revision`)."""
     config: Json | None = None
-    """Configuration with the keys of config.json (`model_type`, sizes, `mixers`); a model in `path` must match it."""
+    """Configuration with the keys of config.json (`model_type`, sizes, `mixers`); a model in `path` must have the same
+    values of these keys."""
     convert: str | None = None
     """Command that creates the model in `path`; messages quote it if the model does not exist."""
     tokenizer: PathOrId | None = None

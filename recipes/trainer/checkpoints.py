@@ -33,6 +33,8 @@ LIST = "complete.json"
 RUN, RUN_PARTIAL = "run.json", "run.partial"
 MODEL = "model"
 METRICS = "metrics.jsonl"
+DATA, OTHER_DATA = "data", "on other data (a source, one of its files, or a key of the section data differs)"
+"""Key of the data's fingerprint in `run.json`, and the text for different ones."""
 WEIGHTS_OF = "weights of"
 """Prefix of the keys in `run.json` that identify the initial weights. Runs of earlier versions lack these keys."""
 
@@ -161,9 +163,10 @@ def claim_output(output: Path, run: Mapping[str, Any]) -> None:
         new = run.get(name)
         old = before.get(name, new if name.startswith(WEIGHTS_OF) else None)
         if old != new:
+            difference = OTHER_DATA if name == DATA else f"with {name}={old!r}, but the recipe has {new!r}"
             raise RecipeError(
-                f"{output} has a run with {name}={old!r}, but the recipe has {new!r}: resume with the earlier recipe, "
-                "choose another output, or remove the folder"
+                f"{output} has a run {difference}: resume with the earlier recipe, choose another output, or remove "
+                "the folder"
             )
 
 

@@ -1,5 +1,6 @@
 """Load the model and the teacher of a recipe."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from .parameters import ATTENTION, attention_layers, set_trainable
 COPIED_FILES = ("conversion.json", *LICENCE_FILES)
 """Files of the initial model that are copied to the trained model, since they still apply."""
 USE_ITS_SOURCE = "use the model that this one was converted from"
-ANY_VALUE = {"transformers_version", "dtype", "architectures", "label2id"}
-"""Configuration keys that may differ between the loaded model and `model.config`."""
-OMITTED = {"expert_bias": False}
-"""Configuration keys that are not stored if they have this value."""
+COMPARED = ("model_type", "mixers", "expert_bias")
+"""Configuration keys that must be the same in the loaded model and in `model.config`, even if that omits them."""
 TEACHER_WITH_ZERO3 = (
     "distillation.teacher is not possible with DeepSpeed ZeRO-3, which would shard it: use distillation.logits, made "
     "before the run, or FSDP2"
@@ -66,15 +65,15 @@ def check_layers_match(model: Any, teacher: Any, steps: int) -> None:
         teacher_size, size = getattr(teacher.config, key), getattr(model.config, key)
         if teacher_size != size:
             raise RecipeError(
-                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={teacher_size}, the "
-                f"model {size}: use 0, or {USE_ITS_SOURCE}"
+                f"distillation.transfer_steps and match_steps, together {steps}, compare layers, but the teacher has "
+                f"{key}={teacher_size}, the model {size}: use 0 for both, or {USE_ITS_SOURCE}"
             )
     count, teacher_count = len(attention_layers(model)), len(attention_layers(teacher))
     if not count or count != teacher_count:
         raise RecipeError(
-            f"distillation.match_steps={steps} compares the outputs of layers that are named {ATTENTION[1:]!r}: the "
-            f"model, a {type(model).__name__}, has {count}, the teacher, a {type(teacher).__name__}, {teacher_count}: "
-            "use 0 for match_steps and transfer_steps"
+            f"distillation.transfer_steps and match_steps, together {steps}, compare layers that are named "
+            f"{ATTENTION[1:]!r}: the model, a {type(model).__name__}, has {count}, the teacher, a "
+            f"{type(teacher).__name__}, {teacher_count}: use 0 for both"
         )
 
 
@@ -116,7 +115,7 @@ def load_model(recipe: Recipe, processor: Any) -> Any:
             replace_head(model, trained.new_model(model.config))
     _remove_tokens(model)
     if options.config is not None:
-        check_expected(model.config, model_config(options.config, objective))
+        check_expected(model.config, model_config(options.config, objective), options.config)
     return model
 
 
@@ -218,11 +217,12 @@ def _load(
     return model
 
 
-def check_expected(config: Any, expected: Any) -> None:
-    """Raise `RecipeError` if the loaded configuration differs from the configuration in the recipe."""
-    required, actual = OMITTED | expected.to_diff_dict(), OMITTED | config.to_dict()
-    if len(required.pop("id2label", config.id2label)) != config.num_labels:
-        raise RecipeError(f"model.path has num_labels={config.num_labels}, but model.config has {expected.num_labels}")
-    for key, value in required.items():
-        if key not in ANY_VALUE and actual.get(key, value) != value:
-            raise RecipeError(f"model.path has {key}={actual[key]!r}, but model.config has {value!r}")
+def check_expected(config: Any, expected: Any, given: Iterable[str]) -> None:
+    """Raise `RecipeError` if the loaded configuration differs from `expected` in a `given` key or in `COMPARED`."""
+    for key in dict.fromkeys([*given, *COMPARED]):
+        value = getattr(expected, key, None)
+        if (actual := getattr(config, key, value)) != value:
+            raise RecipeError(
+                f"model.path has {key}={actual!r}, but model.config has {value!r}: name the model of this recipe, or "
+                "change model.config"
+            )

@@ -20,7 +20,7 @@ from crosshead.common.progress import Progress, silent
 from ..data.training_data import Sample, TrainingData, open_data
 from ..schema.recipe import Recipe
 from ..schema.sections import Distillation
-from .checkpoints import LOCK, locked_output, move_synced
+from .checkpoints import DATA, LOCK, OTHER_DATA, locked_output, move_synced
 from .loading import initial_config, load_tokenizer, weights_identity
 from .models import load_teacher
 from .training_arguments import training_arguments
@@ -35,7 +35,7 @@ FILES = {INDICES: ("indices", np.uint32), LOG_PROBS: ("logarithms", np.float16)}
 
 def run_key(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
     """Return the settings that determine the samples of a run and their order."""
-    return {"data": data.fingerprint, "seed": recipe.train.seed}
+    return {DATA: data.fingerprint, "seed": recipe.train.seed}
 
 
 def teacher_of(logits: str) -> str | None:
@@ -111,9 +111,8 @@ class WithTeacher(Dataset[Sample]):
             raise RecipeError(f"{name} cannot be read: {one_line(error)}") from None
         for setting, value in key.items():
             if record.get(setting) != value:
-                raise RecipeError(
-                    f"{name} was made with {setting}={record.get(setting)!r}, but the run has {value!r}: make it again"
-                )
+                made = f"with {setting}={record.get(setting)!r}, but the run has {value!r}"
+                raise RecipeError(f"{name} was made {OTHER_DATA if setting == DATA else made}: make it again")
         if shape[0] < len(self):
             raise RecipeError(f"{name} has {shape[0]} samples, but the run has {len(self)}: make it again")
         if size > vocabulary:

@@ -278,7 +278,7 @@ def test_attention_transfer_is_refused_for_gpt2(one_line_error, tmp_path):
     write_gpt2(tmp_path / "gpt2")
     recipe = write_recipe(tmp_path, path="gpt2")
     err = one_line_error(f"train {recipe} --set distillation.teacher=gpt2 --set distillation.transfer_steps=1")
-    assert "distillation.match_steps=1" in err and "'self_attn'" in err and "GPT2LMHeadModel" in err
+    assert "match_steps, together 1, compare layers" in err and "'self_attn'" in err and "GPT2LMHeadModel" in err
 
 
 def test_dry_run_counts_memory_of_gpt2_teacher(tmp_path):

@@ -213,8 +213,8 @@ def test_stored_expert_bias_must_match_model_config():
     without, biased = mixed_model("Qwen3Moe", {}).config, moe_model().config
     for stored, expected in ((without, biased), (biased, without)):
         with pytest.raises(RecipeError, match=r"model\.path.*expert_bias"):
-            check_expected(stored, expected)
-        check_expected(stored, stored)
+            check_expected(stored, expected, ())
+        check_expected(stored, stored, ())
 
 
 def test_fsdp_loads_expert_biases_in_every_process():

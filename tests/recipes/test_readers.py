@@ -6,6 +6,7 @@ import json
 import datasets
 import pytest
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import readers as module
 from crosshead.recipes.data.readers import documents, source_files, source_fingerprint, total_size
 from crosshead.recipes.schema.sections import DataSource
@@ -129,7 +130,7 @@ def test_hub_options_are_passed_to_load_dataset(monkeypatch):
 
 
 def test_source_fingerprint_changes_with_content_and_options(tmp_path):
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / "a.json"
     write_jsonl(path, ["a"])
     first = source_of(path, "jsonl")
     fingerprints = [
@@ -149,6 +150,12 @@ def test_source_fingerprint_changes_with_content_and_options(tmp_path):
     assert all(one != other for index, one in enumerate(fingerprints) for other in fingerprints[:index])
     assert source_fingerprint(source_of(path, "jsonl", weight=3.0)) == fingerprints[4]
     assert json.loads(json.dumps(source_fingerprint(first))) is not None
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "PARQUET"])
+def test_source_of_another_format_without_its_kind_is_refused(ending):
+    with pytest.raises(RecipeError, match=f"rows.{ending} would be read as plain text.*`kind: {ending.lower()}`"):
+        source_of(f"folder/rows.{ending}", "text")
 
 
 def test_fingerprint_of_local_hub_dataset_follows_files(tmp_path):

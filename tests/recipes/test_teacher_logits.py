@@ -131,7 +131,7 @@ def edit_record(**changes):
     [
         (None, longer_run, r"16 samples.*36"),
         (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"seed=0.*7"),
-        (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), "data='"),
+        (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), "on other data"),
         (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation\.logits=nowhere"),
         (edit_record(vocabulary=1000), None, "1000 tokens.*257"),
         (edit_record(shape=[99, 64, 64]), None, r"distillation\.logits="),
