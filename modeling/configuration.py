@@ -218,7 +218,7 @@ class MixersConfig(ConfigBase):
         if dropped:
             logger.warning(f"config.json is saved without {', '.join(dropped)}: access tokens, by their form")
             return type(self).from_dict(content).save_pretrained(save_directory, push_to_hub, **kwargs)
-        super().save_pretrained(save_directory)
         write_code(self, save_directory)
+        super().save_pretrained(save_directory)
         if push_to_hub:  # the stock method would upload only the configuration
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)

@@ -77,7 +77,6 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         main_process_first(partial(checkpoints.claim_output, output, run))
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
-        checkpoints.prune(output, recipe.checkpoints.keep)  # a killed run may have left more
     if not (output / checkpoints.MODEL / RESULT).is_file():
         if recipe.attention_loss_steps >= recipe.steps and is_main_process():
             logger.warning(
@@ -104,8 +103,11 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         step = trainer.state.global_step
         if step < recipe.steps:
             return Outcome(step, recipe.steps, on_signal.signal, None, MetricsFile.last(output))
-        if trainer.monitor.is_high and is_main_process():
+        if is_main_process() and trainer.monitor.is_high:
             logger.warning("the loss is far above its lowest value: the run diverged, or is about to")
+        elif is_main_process():
+            with checkpoints.writable(output):
+                checkpoints.prune(output, recipe.checkpoints.keep)  # a killed run may have left more
         _save(recipe, trainer, processor, extra_files)
     return Outcome(recipe.steps, recipe.steps, None, output / checkpoints.MODEL, MetricsFile.last(output))
 

@@ -45,7 +45,7 @@ from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
-"""Length and number of the windows on which the model runs in a clean process; images have fewer channels."""
+"""Length of the windows, and number of windows or images, on which the model runs in a clean process."""
 RELOAD_TOLERANCE = 1e-5
 """Maximum logit difference between this process and the clean process, relative to the largest logit."""
 KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
@@ -148,10 +148,11 @@ def measure(
     (before, _), (after, tensors) = checked_model(source), checked_model(model)
     streamed = _streamed(source, before, model, after, device)
     on_cpu = streamed[0] if device == "cpu" else _streamed(source, before, model, after)[0]  # as the clean process
+    prompts = sample.tokens[:PROMPTS] if sample.tokens.is_floating_point() else sample.tokens[:PROMPTS, :PROMPT_LENGTH]
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
-        "reload": _reload(on_cpu, model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
+        "reload": _reload(on_cpu, model, after, prompts),
     }
 
 

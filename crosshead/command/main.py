@@ -46,8 +46,8 @@ RUN_WITHOUT_ARGUMENTS = {"demo", "zoo"}
 DEBUG = "--debug"
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after SIGINT and SIGTERM, as a shell reports them."""
-RESUMABLE = {"convert", "demo", "fold", "push", "train"}
-"""Commands that continue an interrupted run when repeated; sweep prints its own message about that."""
+RESUMABLE = {"convert", "demo", "fold", "push"}
+"""Commands that continue an interrupted run when repeated; train and sweep print their own message about that."""
 EXTRAS = {
     "accelerate": "train",
     "datasets": "train",

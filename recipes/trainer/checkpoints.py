@@ -95,13 +95,15 @@ def writable(output: Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def locked_output(output: Path) -> Iterator[None]:
+def locked_output(output: Path, label: str | None = None) -> Iterator[None]:
     """Create the output folder, and lock it against other runs until the block or the process ends.
+
+    `label` names the output in the error of a folder that cannot be written.
 
     A new folder is removed again if an error occurs before anything but the lock and the fingerprint was written.
     """
     is_new = not output.exists()
-    with writable(output):
+    with os_errors(RecipeError, f"{label or f'output={output}'} cannot be written"):
         output.mkdir(parents=True, exist_ok=True)
         try:
             file = (output / LOCK).open("a")
@@ -127,17 +129,18 @@ def locked_output(output: Path) -> Iterator[None]:
 def writing(name: str, output: Path) -> Iterator[None]:
     """Remove partial files after an error inside the block, and convert it to a `RecipeError`.
 
-    All exceptions are caught, since libraries raise many types on a full disk.
+    All types of exceptions are converted, since libraries raise many on a full disk. An interrupt gets a note.
     """
     try:
         yield
     except BaseException as error:
         free = shutil.disk_usage(output).free / 1e9
         shutil.rmtree(output / PARTIAL, ignore_errors=True)
-        if not isinstance(error, Exception):
-            raise
         newest = next(iter(checkpoints(output)), None)
         advice = f"resumes from {newest.name}, which is unchanged" if newest else "starts again"
+        if not isinstance(error, Exception):
+            error.add_note(f"the same command {advice}")
+            raise
         raise RecipeError(
             f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; the same "
             f"command {advice}"

@@ -61,11 +61,11 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     partial = folder.with_name(f".{folder.name}.partial")
-    with os_errors(RecipeError, f"the teacher's logits cannot be written to {folder}"), locked_output(partial):
-        if folder.exists():
-            shutil.rmtree(partial)
-            raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
+    label = f"the folder {folder} for the teacher's logits"
+    with os_errors(RecipeError, f"{label} cannot be written"), locked_output(partial, label):
         try:
+            if folder.exists():
+                raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
             with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
                 shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
             identity = weights_identity(recipe.distillation.teacher, teacher.config)

@@ -119,6 +119,12 @@ def test_fitted_router_has_higher_cosine_than_paper_router(backbone, tmp_path):
     assert cosines[0] > cosines[1]
 
 
+def test_images_of_many_channels_are_not_cut_like_windows(tmp_path):
+    source = write_image_model(tmp_path / "source", num_channels=40)
+    report = crosshead.convert(source, tmp_path / "made", {"talking": {}})
+    assert report["verification"]["greatest_logit_difference"] == 0
+
+
 @pytest.mark.parametrize("backbone", IMAGE_BACKBONES)
 def test_streamed_model_gives_same_hidden_states(backbone, tmp_path):
     source = write_image_model(tmp_path / "source", backbone, "Model")
