@@ -62,10 +62,6 @@ class Attempt:
         """Fitted loss at the last point of the curve; infinite if the run diverged."""
         return self.law.loss(self.curve.tokens[-1]) if self.law else math.inf
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the run's entry in the report."""
-        return asdict(self) | {"stable": self.stable, "fitted_loss": self.fitted_loss if self.law else None}
-
 
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
     """Train the unfinished runs, write `sweep.json` and `sweep.svg` into the recipe's output, return the report."""
@@ -175,7 +171,10 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
         "tokens": recipe.steps * recipe.per_step,
         "chosen": chosen.learning_rate if chosen else None,
         "lower": lower.learning_rate if lower else None,
-        "runs": [attempt.as_dict() for attempt in attempts],
+        "runs": [
+            asdict(attempt) | {"stable": attempt.stable, "fitted_loss": attempt.fitted_loss if attempt.law else None}
+            for attempt in attempts
+        ],
         "stopped_by": None,
     }
 
