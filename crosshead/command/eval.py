@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +68,7 @@ def evaluate(
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
-    from crosshead.common.atomic_write import check_targets, write_atomically
+    from crosshead.common.atomic_write import check_targets
     from crosshead.evals.harness.report import eval_lines
 
     tools: dict[str, Any] = {
@@ -78,15 +80,7 @@ def evaluate(
     check_targets([out], overwrite)
     options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdecimal() else batch_size}
     options |= {"compared": compare, "trust_remote_code": trust_remote_code, "progress": _show_progress}
-    saved = 0
-
-    def save(report: dict[str, Any]) -> None:
-        nonlocal saved
-        write_atomically({out: json.dumps(report, indent=2) + "\n"})
-        saved = len(report["models"])
-
-    options["save"] = save
-    try:
+    with _saving(out, len(models)) as options["save"]:
         if data is not None:
             from crosshead.evals.scoring.evaluate import score_data
 
@@ -95,11 +89,27 @@ def evaluate(
             from crosshead.evals.harness.evaluate import evaluate as run
 
             report = run(models, QUICK if suite is None else suite, tasks=_names(tasks), **tools, **options)
-    except KeyboardInterrupt as error:
-        message = f"{out} has the scores of {saved} of {len(models)} models" if saved else ""
-        raise InterruptedByUserError(message) from error
     lines = [*eval_lines(report), f"wrote {out}"]
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines))
+
+
+@contextmanager
+def _saving(out: Path, models: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that saves a report; an interrupt says how many models the saved report has."""
+    from crosshead.common.atomic_write import write_atomically
+
+    saved = 0
+
+    def save(report: dict[str, Any]) -> None:
+        nonlocal saved
+        write_atomically({out: json.dumps(report, indent=2) + "\n"})
+        saved = len(report["models"])
+
+    try:
+        yield save
+    except KeyboardInterrupt as error:
+        message = f"{out} has the scores of {saved} of {models} models" if saved else ""
+        raise InterruptedByUserError(message) from error
 
 
 def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools: dict[str, Any]) -> None:
