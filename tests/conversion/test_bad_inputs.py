@@ -149,11 +149,11 @@ FIELDS = [
     ("to_dict", 3, "to_dict=3"),
 ]
 MOE_FIELDS = [
-    ("num_local_experts", 5, "mlp.experts.4.gate_proj.weight is missing"),
+    ("num_local_experts", 5, "mlp.experts.4.down_proj.weight is missing"),
     ("num_local_experts", HUGE, "num_local_experts=1000000000"),
     ("num_hidden_layers", HUGE, "num_hidden_layers=1000000000"),
     ("decoder_sparse_step", 0, "decoder_sparse_step=0"),
-    ("mlp_only_layers", [0], "mlp.gate_proj.weight"),
+    ("mlp_only_layers", [0], "mlp.down_proj.weight"),
 ]
 CASES = FILES | {
     f"{base} {name}={given!r:.40}": Case(words, config(**{name: given}), base=base)
