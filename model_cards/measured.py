@@ -14,7 +14,7 @@ NOTHING = {
 ROWS = {
     "loss": ("loss_before", "loss_after"),
     "perplexity": ("perplexity_before", "perplexity_after"),
-    "KV cache, bytes per token": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
+    "KV cache, bytes per token in the stored dtype": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
 }
 """Row title -> keys of the verification, measured on the source and on the model."""
 SINGLE = {
@@ -27,7 +27,11 @@ SINGLE = {
     "cosine of the mean hidden states of an input": "embedding_cosine",
 }
 """Row title -> key of the verification. Decoders and image classifiers have logits, encoders hidden states."""
-CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out data"}
+CURVE = {
+    "loss": "loss of the training objective, last logged",
+    "train_loss": "loss of the training objective, mean of the run",
+    "eval_loss": "loss on held-out data",
+}
 """Metric of a training run -> row title."""
 
 
