@@ -1,10 +1,8 @@
 """`push_to_hub` of models and configurations uploads the two code files, with and without crosshead."""
 
-from pathlib import Path
-
 import pytest
 import transformers
-from transformers import dynamic_module_utils
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import toys
 from crosshead.modeling.bundle import code_files
@@ -36,17 +34,14 @@ def test_code_files_are_uploaded(tmp_path, hub, part, by):
     assert "config.json" in repository.files and ("model.safetensors" in repository.files) == (part == "model")
 
 
-def test_downloaded_configuration_is_uploaded_with_its_code(tmp_path, hub, monkeypatch):
+def test_downloaded_configuration_is_uploaded_with_its_code(tmp_path, hub):
     """The configuration class of a saved model, which runs without crosshead's package."""
     model = toys.mixed_model("Llama", {"knocking": {}})
-    model.config.save_pretrained(tmp_path / "saved")
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    name = model.config.auto_map["AutoConfig"]
-    config = dynamic_module_utils.get_class_from_dynamic_module(name, tmp_path / "saved").from_pretrained(
-        tmp_path / "saved"
-    )
+    saved = tmp_path / "pushed_configuration"
+    model.config.save_pretrained(saved)
+    config = get_class_from_dynamic_module(model.config.auto_map["AutoConfig"], saved).from_pretrained(saved)
     assert not type(config).__module__.startswith("crosshead.")
     config.save_pretrained(str(tmp_path / "again"), push_to_hub=True, repo_id="org/again")
     files = hub.repositories["org/again"].files
-    assert {name: files[name] for name in CODE} == {name: Path(tmp_path, "saved", name).read_bytes() for name in CODE}
+    assert {name: files[name] for name in CODE} == {name: (saved / name).read_bytes() for name in CODE}
     assert {path.name for path in (tmp_path / "again").iterdir()} == {"config.json", *CODE}
