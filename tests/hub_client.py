@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from huggingface_hub import constants
 
 from crosshead.model_cards import push as pushing
@@ -17,6 +18,7 @@ def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
     """Serve an empty Hub for uploads; failed uploads are retried without delay."""
     with serving({}) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # a client of another address
         template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -32,6 +34,7 @@ def hub_with(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, Repository
     """Serve a Hub with these repositories for downloads into the given cache folder."""
     with serving(repositories) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # a client of another address
         template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
