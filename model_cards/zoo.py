@@ -1,7 +1,7 @@
 """Writes the zoo: a page for the model of each shipped recipe, an index, and a JSON file with all entries."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,23 @@ def measurements(zoo: Path, recipe: str) -> dict[str, Any]:
     return records
 
 
+def earlier_pages(recipes: Iterable[str], target: Path) -> set[str]:
+    """Return the names of the files in `target` that an earlier call wrote; refuse other files that have our names."""
+    earlier = set[str]()
+    if (target / ZOO).is_file():
+        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(target / ZOO)["models"])}
+    for name in (*(f"{recipe}.md" for recipe in recipes), INDEX, ZOO):
+        if name not in earlier and (target / name).exists():
+            raise CardError(f"{target / name} exists, and no earlier zoo has written it: choose another directory")
+    return earlier
+
+
 def write_zoo(entries: Sequence[Entry], target: Path) -> list[Path]:
     """Write all pages and the JSON file, delete pages of recipes that no longer exist, and return the paths.
 
     Files that were not written by an earlier call are neither deleted nor replaced.
     """
-    pages = zoo_pages(entries)
-    earlier = set[str]()
-    if (target / ZOO).is_file():
-        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(target / ZOO)["models"])}
-    if foreign := [name for name in pages if name not in earlier and (target / name).exists()]:
-        raise CardError(f"{target / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
+    earlier, pages = earlier_pages((entry["recipe"] for entry in entries), target), zoo_pages(entries)
     try:
         for name in sorted(earlier - pages.keys()):
             if ".." not in Path(name).parts and not Path(name).is_absolute():

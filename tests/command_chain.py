@@ -58,7 +58,6 @@ COMMANDS = {
     "sweep papers/mea_1b_sweep --toy swept --set sweep.learning_rates=[1e-3,1e-2]": 0,
     "bench decode cache --rounds 1 --out bench.json": 0,
     "zoo": 0,
-    "zoo --write pages": 0,
     "demo --tiny": 0,
     "convert none out --mixer knocking --debug": 1,
 }
@@ -119,7 +118,7 @@ def run_chain(folder: Path) -> Chain:
     write_rows(folder / "rows.tsv", labelled([0, 1, 1]))
     (folder / "text.txt").write_text(TEXT * 12)
     write_jsonl(folder / "text.jsonl", ["a quick brown fox, " * 20])
-    for name in ("temporary", "pages", "hub"):
+    for name in ("temporary", "hub"):
         (folder / name).mkdir()
     settings = {"HF_TOKEN": ENVIRONMENT, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     settings |= {

@@ -26,6 +26,8 @@ finally:
     print(*heavy & sys.modules.keys(), file=sys.stderr)
 """
 
+MAIN = "from crosshead_command.main import main; main()"
+
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
@@ -73,7 +75,7 @@ def test_closed_stdout_is_accepted():
 
 @pytest.mark.parametrize("option", ["--version", "--help"])  # by print, and by typer
 def test_unwritable_stdout_exits_with_status_1(option):
-    command = [sys.executable, "-P", "-m", "crosshead", option]
+    command = [sys.executable, "-P", "-c", MAIN, option]
     reading, closed = os.pipe()
     os.close(reading)
     with open("/dev/full", "w") as full, open(closed, "w") as pipe:

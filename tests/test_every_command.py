@@ -53,7 +53,7 @@ def files_containing(folder, token):
 def test_every_command_succeeds(chain):
     assert chain.statuses == COMMANDS, chain.stderr[-4000:]
     results = ("made", "back", "heads", "seen.safetensors", "run/model", "eval.json", "page.html", "bench.json")
-    assert [path for path in (*results, "pages/README.md") if not (chain.folder / path).exists()] == []
+    assert [path for path in results if not (chain.folder / path).exists()] == []
 
 
 def test_convert_verify_and_fold_restore_the_source(chain, report):

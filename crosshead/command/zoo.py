@@ -32,11 +32,13 @@ def zoo(
 
     crosshead zoo --json
     """
-    from crosshead.model_cards.zoo import read_zoo, write_zoo, zoo_lines
+    from crosshead.model_cards.zoo import earlier_pages, read_zoo, write_zoo, zoo_lines
+    from crosshead.recipes.schema.recipe import shipped_recipes
 
     if write is not None:
         if not write.is_dir():
             raise ValueError(f"{write} is not a directory: create it first")
+        earlier_pages(shipped_recipes(), write)  # refuses foreign files before the costs of all models are computed
         for path in write_zoo(entries(write), write):
             typer.echo(f"wrote {path}")
         return
