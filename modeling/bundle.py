@@ -12,7 +12,8 @@ import ast
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
@@ -112,8 +113,9 @@ class Bundle:
         if name == "mechanisms/__init__":
             chosen = [MECHANISMS[each] for each in self.mechanisms]
             kinds = [Mechanism, Rules, *chosen, *(each.rules for each in chosen)]
-            module.definitions = [_table(table, self.mechanisms) for table in TABLES]
-            module.package_imports = {kind.__name__: _module_of(kind) for kind in kinds}
+            tables = [_table(table, self.mechanisms) for table in TABLES]
+            imports = {kind.__name__: _module_of(kind) for kind in kinds}
+            module = replace(module, definitions=tables, package_imports=imports)
         for imported in module.package_imports.values():
             if imported not in self.modules and imported != name:
                 self._read(imported)
@@ -197,8 +199,9 @@ def _table(name: str, mechanisms: tuple[str, ...]) -> Definition:
     return Definition("mechanisms/__init__", text, frozenset({name}), uses)
 
 
+@cache
 def read_module(name: str) -> Module:
-    """Parse a module of the package."""
+    """Parse a module of the package, once in a process."""
     source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
     module = Module(name, ast.get_docstring(tree) or "")

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_clashing_definitions_raise_bundle_error(monkeypatch: pytest.MonkeyPatch
     read = bundle.read_module
 
     def renamed(name: str) -> bundle.Module:
-        module = read(name)
+        module = deepcopy(read(name))
         if name == "cache":
             names = frozenset({"update_cache", "check_layer"})
             module.definitions.insert(
