@@ -72,8 +72,8 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     model, teacher = load_models(recipe, processor)
     extra_files = copied_files(recipe.model)
     data = objective.open_data(processor, model.config, progress)
+    run = fingerprint(recipe, data) | initial_weights(recipe, model, teacher)
     with checkpoints.writable(output):
-        run = fingerprint(recipe, data) | initial_weights(recipe, model, teacher)
         main_process_first(partial(checkpoints.claim_output, output, run))
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
