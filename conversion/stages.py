@@ -37,6 +37,7 @@ from .sources.tensor_store import TensorStore
 from .verification.tolerances import Tolerance
 from .verification.verify import kv_cache_bytes, read_sample, verify_folder
 from .writing.atomic_output import AtomicOutput, atomic_output, check_apart, check_target
+from .writing.loader_classes import write_loader_class
 from .writing.shard_writer import write_index, write_shard
 
 
@@ -128,6 +129,8 @@ def write_model(
     digests = write_weights(source.store, plan, output, progress)
     copy_files(source.files, output.folder)
     remove_loading_arguments(output.folder)
+    if not plan.is_stock:
+        write_loader_class(source, output.folder)
     plan.config.save_pretrained(output.folder)
     left_out = remove_access_tokens(source.config, output.folder)
     if plan.is_stock:

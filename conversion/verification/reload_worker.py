@@ -14,7 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's public one needs torchvision
 
+IMAGE_PROCESSOR = "preprocessor_config.json"
+TEXTS = ("A pair of texts,", "of which this is the second.")
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Makes transformers report all tensors that do not fit, instead of raising an error for the first one."""
 
@@ -49,6 +52,22 @@ def unloaded(model: Any) -> list[str]:
     """Return the names of the tensors that are still on the meta device, without values."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return sorted(name for name, tensor in named if tensor.is_meta)
+
+
+def load_processor(folder: Path, reads_images: bool, trusted: dict[str, Any]) -> Any:
+    """Load the tokenizer or the image processor; None for a model that reads images without a file for it."""
+    if not reads_images:
+        return AutoTokenizer.from_pretrained(folder, **trusted)
+    is_there = (folder / IMAGE_PROCESSOR).is_file()
+    return AutoImageProcessor.from_pretrained(folder, **trusted) if is_there else None
+
+
+def processor_report(processor: Any) -> dict[str, Any]:
+    """Return special tokens and encoding of two texts by a tokenizer, or all settings of an image processor."""
+    if hasattr(processor, "special_tokens_map"):
+        special = {name: str(token) for name, token in processor.special_tokens_map.items()}
+        return {"special_tokens": special} | {name: list(values) for name, values in processor(*TEXTS).items()}
+    return {} if processor is None else json.loads(processor.to_json_string())
 
 
 def model_inputs(config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,13 +130,14 @@ def main(job: dict[str, Any]) -> None:
     folder, trusted = Path(job["folder"]), {"trust_remote_code": job["remote_code"]}
     auto_class = getattr(transformers, job["auto_class"])
     inputs = load_file(job["inputs"])["inputs"]
-    tokenizer = None if inputs.is_floating_point() else AutoTokenizer.from_pretrained(folder, **trusted)
+    processor = load_processor(folder, inputs.is_floating_point(), trusted)
     if job["shapes"] is None:
         model, info = load_weights(auto_class, folder, trusted)
         report = tensor_report(info) | {"unloaded": unloaded(model)}
-        report |= run_model(model, tokenizer, inputs, job["new_tokens"], Path(job["logits"]))
+        report |= run_model(model, processor, inputs, job["new_tokens"], Path(job["logits"]))
     else:
         report = tensor_report(load_shapes(auto_class, folder, trusted, job["shapes"])[1])
+    report["processor"] = processor_report(processor)
     Path(job["result"]).write_text(json.dumps(report), encoding="utf-8")
 
 

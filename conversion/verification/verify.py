@@ -38,9 +38,10 @@ from ..sources.model_folder import (
 from ..sources.resolve import Source, open_source
 from ..sources.safetensors_store import SafetensorsStore
 from ..sources.tensor_store import DTYPES, Entry
+from ..writing.loader_classes import load_processor
 from .output_diff import compare_decoders, compare_encoders
 from .reload import NEW_TOKENS, agreement, reload_check
-from .reload_worker import continue_greedily
+from .reload_worker import continue_greedily, processor_report
 from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
@@ -138,6 +139,11 @@ def verify_folder(
         model = open_source(folder, scratch=Path(scratch))
         measured = measure(source, model, sample, tolerance, progress, device)
     check_equal(measured, tolerance)
+    if measured["reload"].get("same_processor") is False:
+        raise ConversionError(
+            f"the tokenizer or image processor of {source.origin['name']} has other results or settings when loaded "
+            "from the converted folder; please report this"
+        )
     return measured
 
 
@@ -152,7 +158,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
-        "reload": _reload(on_cpu, model, after, prompts),
+        "reload": _reload(on_cpu, model, after, prompts, load_processor(source)),
     }
 
 
@@ -216,8 +222,13 @@ def kv_cache_bytes(config: Any, entries: Mapping[str, Entry]) -> int:
     return cache_bytes(config, DTYPES[stored])
 
 
-def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor) -> dict[str, Any]:
-    """Load the folder in a clean process; compare its logits with this process, its greedy text with the source."""
+def _reload(
+    source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor, processor: Any
+) -> dict[str, Any]:
+    """Load the folder in a clean process; compare its logits with this process, its greedy text with the source.
+
+    The tokenizer or image processor of the folder is compared with the source's, `processor`.
+    """
     name, folder = model.origin["name"], folder_of(model)
     if folder is None:
         raise ConversionError(f"{name} is not a safetensors folder: give the result of a conversion")
@@ -236,6 +247,9 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
             )
         report["greatest_logit_difference"] = difference
     report["tensors"] = {kind: len(names) for kind, names in faults.items()}
+    loaded = report.pop("processor", None)
+    if processor is not None:
+        report["same_processor"] = loaded == processor_report(processor)
     if "continuations" in report:
         with source.whole() as whole:
             expected_tokens = continue_greedily(whole, prompts, NEW_TOKENS)
