@@ -232,8 +232,8 @@ def kind_of(content: dict[str, Any]) -> str:
     return "crosshead" if str(content.get("model_type")).startswith(PREFIX) else "stock"
 
 
-def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
-    """Return the validated config of a checkpoint; `kind` is "stock" or "crosshead"."""
+def check_family(content: dict[str, Any], kind: str, name: str) -> Family:
+    """Return the family of a checkpoint; `ConversionError` if it is unknown, or if the weights are quantised."""
     model_type = content.get("model_type")
     allowed = [PREFIX * (kind == "crosshead") + family for family in FAMILIES]
     if model_type not in allowed:
@@ -243,7 +243,12 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         raise ConversionError(
             f"{name} is quantised ({method!r}): convert the unquantised checkpoint, or dequantise it first"
         )
-    family = FAMILIES[str(model_type).removeprefix(PREFIX)]
+    return FAMILIES[str(model_type).removeprefix(PREFIX)]
+
+
+def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
+    """Return the validated config of a checkpoint; `kind` is "stock" or "crosshead"."""
+    family = check_family(content, kind, name)
     check_fields(content, family.crosshead, f"config.json of {name}")
     names, old_name = content.get("architectures"), "T5WithLMHeadModel"
     if kind == "stock" and family.is_encoder and names and names[0] not in (*classes_of(family), old_name):

@@ -24,7 +24,7 @@ from crosshead.common.errors import ConversionError, one_line, temporary_files
 from crosshead.common.model_location import expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
-from ..architectures.families import FAMILIES, PREFIX
+from ..architectures.families import FAMILIES, PREFIX, check_family, check_plain, kind_of
 from ..gguf.header import part_paths
 from ..gguf.store import GgufStore, write_side_files
 from .model_folder import (
@@ -117,9 +117,7 @@ def _open_local(path: Path, scratch: Path) -> Source:
 
 
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
-    config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
-    if "_class_name" in config:
-        raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")
+    config = _supported_config(folder, name)
     files = _side_files(folder)
     _check_inputs(config, {file.name for file in files}, name)
     _check_tokens([folder / CONFIG, *files], name)
@@ -128,12 +126,21 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     return Source(store, config, files, origin, _digest(store.fingerprint(), config, states))
 
 
+def _supported_config(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of config.json; `ConversionError` for a model that cannot be converted or verified."""
+    config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
+    if "_class_name" in config:
+        raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")
+    kind = kind_of(config)
+    check_family(config, kind, name)
+    if kind == "stock":
+        check_plain(config, name)
+    return config
+
+
 def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None:
     """Refuse a folder without a tokenizer, or without an image processor if its model reads images."""
-    family = FAMILIES.get(str(config.get("model_type")).removeprefix(PREFIX))
-    if family is None:
-        return  # refused later
-    if family.reads_images:
+    if FAMILIES[config["model_type"].removeprefix(PREFIX)].reads_images:
         if IMAGE_PROCESSOR not in files:
             raise ConversionError(f"{name} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
     elif not any(needed <= files for needed in _TOKENIZERS):
@@ -219,12 +226,14 @@ _HUB_ERRORS: dict[type[Exception], str] = {
 
 
 def _download(repository: str, revision: str | None, side_files: list[str]) -> tuple[Path, str]:
-    """Download config, safetensors and `side_files` of a model to the Hub's cache; return folder and commit."""
-    patterns = [CONFIG, WEIGHTS, INDEX, *side_files]
+    """Download config, `side_files` and safetensors of a model to the Hub's cache; return folder and commit."""
     try:
         if not is_offline_mode():
             _check_weights(repository, HfApi().list_repo_files(repository, revision=revision))
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        small = [CONFIG, INDEX, *side_files]
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
+        _supported_config(folder, repository)  # before the weights are downloaded
+        snapshot_download(repository, revision=folder.name, allow_patterns=[WEIGHTS])
         if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
             shards = sorted(set(read_index(folder / INDEX).values()))  # shards may have any name
             snapshot_download(repository, revision=folder.name, allow_patterns=shards)

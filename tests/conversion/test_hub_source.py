@@ -83,6 +83,14 @@ def sharded_files(tmp_path_factory, files):
     return others | {odd[name]: raw for name, raw in made.items()} | {INDEX: index.encode()}
 
 
+REFUSED = {
+    "mistral": {"model_type": "mistral"},
+    "fp8": {"quantization_config": {"quant_method": "fp8"}},
+    "OwnModel": {"auto_map": {"AutoModelForCausalLM": "modeling.OwnModel"}},
+}
+"""Text in the error message -> changes of config.json, for models that cannot be converted."""
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, files, sharded_files):
     home = tmp_path_factory.mktemp("home")
@@ -100,6 +108,9 @@ def outcomes(tmp_path_factory, files, sharded_files):
         "org/gguf": Repository({"toy.Q8_0.gguf": b"GGUF"}),
         "org/bare": Repository({"model.safetensors": files["model.safetensors"]}),
     }
+    config = json.loads(files["config.json"])
+    for name, changes in REFUSED.items():
+        repositories[f"org/{name}"] = Repository(files | {"config.json": json.dumps(config | changes).encode()})
     models = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
     models += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
@@ -123,6 +134,13 @@ def test_only_needed_files_are_downloaded(outcomes, files):
     assert 0 < summary["bytes"] < len(files["model.safetensors"])
     fetched = [request for request in outcomes["requests"] if "/resolve/" in request]
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_model_is_refused_before_its_weights_are_downloaded(outcomes, name):
+    assert name in outcomes[f"org/{name}", None]
+    fetched = [path.rpartition("/")[2] for path in outcomes["requests"] if f"/org/{name}/resolve/" in path]
+    assert "config.json" in fetched and "model.safetensors" not in fetched
 
 
 def test_only_shards_of_index_are_downloaded(outcomes, sharded_files):

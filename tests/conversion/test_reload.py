@@ -15,7 +15,7 @@ from crosshead.common.free_memory import fits_in_memory
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification import reload
 from crosshead.conversion.verification.reload import agreement, reload_check
-from crosshead.conversion.verification.reload_worker import load_shapes, load_weights, tensor_report
+from crosshead.conversion.verification.reload_worker import load_shapes, load_weights, processor_report, tensor_report
 from tiers import grid
 from toy_tokenizer import toy_tokenizer
 
@@ -53,6 +53,7 @@ def test_crosshead_model_loads_and_generates_in_clean_process(tmp_path):
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
     logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
     report, outputs = reload_check(tmp_path / "model", TOKENS)
+    assert report.pop("processor") == processor_report(toy_tokenizer())
     generated = model.generate(TOKENS, max_new_tokens=reload.NEW_TOKENS, do_sample=False)[:, TOKENS.shape[1] :]
     assert (outputs - logits).abs().max() <= 1e-5
     assert report.pop("continuations") == generated.tolist()
@@ -65,8 +66,9 @@ def test_model_larger_than_memory_is_checked_by_names_and_shapes(tmp_path, monke
     save_model(tmp_path, toys.mixed_model("Llama", MIXERS))
     damage(tmp_path)
     monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
-    report = DAMAGED | {"remote_code": True, "checked": "names and shapes"}
-    assert reload_check(tmp_path, TOKENS) == (report, None)
+    report, outputs = reload_check(tmp_path, TOKENS)
+    assert report.pop("processor") == processor_report(toy_tokenizer())
+    assert report == DAMAGED | {"remote_code": True, "checked": "names and shapes"} and outputs is None
 
 
 def test_error_in_reload_process_gives_one_line(tmp_path):

@@ -27,6 +27,7 @@ CALIBRATED = {"mixture": {"active_heads": "100%", "shared_heads": 1, "shared": "
 def skip_reload(monkeypatch):
     """Skip the reload in a new process, which takes seconds."""
     monkeypatch.setattr(verify, "reload_check", lambda *arguments: ({}, None))
+    monkeypatch.setattr(verify, "load_processor", lambda source: None)
 
 
 def write_trained_model(folder, mixers, dtype, **changes):
@@ -62,7 +63,8 @@ def test_model_larger_than_memory_is_verified_by_names_and_shapes(tmp_path, monk
     measured = crosshead.convert(source, tmp_path / "made", {"knocking": {}})["verification"]
     assert measured["greatest_logit_difference"] == 0
     expected = dict.fromkeys(("missing", "unexpected", "mismatched", "errors"), 0)
-    assert measured["reload"] == {"remote_code": True, "checked": "names and shapes", "tensors": expected}
+    report = {"remote_code": True, "checked": "names and shapes", "tensors": expected, "same_processor": True}
+    assert measured["reload"] == report
 
 
 def test_work_grows_linearly_with_number_of_tensors(tmp_path, monkeypatch):
