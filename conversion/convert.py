@@ -1,5 +1,6 @@
 """Converts a stock checkpoint to a crosshead model: resolve the request, calibrate and fit, plan; then write."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -237,7 +238,10 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
         config.architectures = [PREFIX.removesuffix("_").capitalize() + architecture_of(config)]
         return config
     except ValueError as error:
-        raise ConversionError(one_line(error)) from None
+        message = one_line(error)
+        for name, own_name in family.crosshead.attribute_map.items():
+            message = re.sub(rf"^{name}=", f"{own_name}=", message)  # the name in the source's config.json
+        raise ConversionError(message) from None
 
 
 def _target_config(content: Mapping[str, Any], stock: Any, mixer_request: MixerRequest, options: Options) -> Any:

@@ -112,7 +112,8 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The report as lines of text."""
     if "counts" in report:
         yield ", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count)
-    yield from (*plan_lines(report), *gguf_lines(report), *calibration_lines(report))
+    yield from plan_lines(report) if "bytes" in report else dropped_lines(report)
+    yield from (*gguf_lines(report), *calibration_lines(report))
     yield from verification_lines(report.get("verification", {}))
     yield from verification_lines({name: report[name] for name in ("kept_cache", "engine") if name in report})
     if "others" in report:
@@ -121,10 +122,17 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"wrote {report['folder']}"
 
 
+def dropped_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each reason to drop tensors of the source; a dry run has one for each tensor."""
+    names: dict[str, list[str]] = {}
+    for name, reason in report.get("dropped", {}).items():
+        names.setdefault(reason, []).append(name)
+    for reason, (first, *more) in names.items():
+        yield f"dropped {first}{f' and {len(more)} more' if more else ''}: {reason}"
+
+
 def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines with the plan of a dry run: sizes, and every tensor that is not copied."""
-    if "bytes" not in report:
-        return
     yield f"{report['bytes'] / 1e9:.3f} GB to write"
     before, after = (report[f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
     if before:  # an encoder has no cache

@@ -17,7 +17,8 @@ _LONGEST = 120
 
 def quoted(value: Any) -> str:
     """A value from a file as text for an error message: quoted and shortened, without line breaks."""
-    return _SHORT.repr(value)[:_LONGEST]
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def read_object(path: Path, largest: int, kind: str) -> dict[str, Any]:

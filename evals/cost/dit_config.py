@@ -8,8 +8,8 @@ import torch
 
 from crosshead.common.errors import EvalError, one_line
 
-CLASSES = ("DiTTransformer2DModel", "CrossheadDiTTransformer2DModel")
-"""The `_class_name` of a config without and with mechanisms."""
+CLASSES = ("DiTTransformer2DModel", "CrossheadDiTTransformer2DModel", "Transformer2DModel")
+"""The `_class_name` of a config without and with mechanisms, and the older one of published DiT models."""
 
 
 @dataclass(frozen=True)

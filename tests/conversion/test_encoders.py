@@ -157,6 +157,12 @@ def test_old_hub_bert_checkpoint_converts_exactly(tmp_path):
     assert torch.equal(hidden_states(tmp_path / "made"), expected)
 
 
+def test_message_names_field_of_sources_config(tmp_path):
+    source = write_encoder(tmp_path / "source", attention_probs_dropout_prob=0.1)
+    with pytest.raises(ConversionError, match=r"^attention_probs_dropout_prob=0\.1 "):
+        crosshead.convert(source, tmp_path / "made", {"differential": {}}, allow_inexact=True)
+
+
 def test_sentence_transformers_files_are_copied(tmp_path):
     source = write_encoder(tmp_path / "source", task="Model")
     (source / "modules.json").write_text('[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}]')

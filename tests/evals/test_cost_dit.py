@@ -1,6 +1,7 @@
 """Costs of DiT, against models that are run, formulas and the papers' tables; `crosshead cost` on DiT folders."""
 
 import json
+from pathlib import Path
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,6 +94,9 @@ def test_cost_command_reads_diffusers_folders(run_cli):
     mixer = "mixture:active_heads=75%,shared_heads=2,method=paper,router=two_stage,gate=weighted"
     status, mixed, _ = run_cli(f"cost stock/config.json --mixer {mixer} --json")
     assert json.loads(mixed)["cost"] == expected["cost"]
+    content = json.loads(Path("stock/config.json").read_text())
+    Path("older.json").write_text(json.dumps(content | {"_class_name": "Transformer2DModel"}))
+    assert json.loads(run_cli("cost older.json --json")[1])["cost"] == expected["stock"]
     status, plain, _ = run_cli("cost stock")
     assert (status, "stock" in plain, "copies of one embedding" in plain) == (0, False, True)
     assert str(expected["stock"]["copied_parameters"]) in plain.replace(",", "")
