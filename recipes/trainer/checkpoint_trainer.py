@@ -15,6 +15,9 @@ from .checkpoints import PARTIAL, publish, step_of, writing
 from .dit_model import save_model, save_weights
 from .parameters import has_lora
 
+FSDP_MODEL = "pytorch_model_fsdp.bin"
+"""Name of the weights in a checkpoint that was written with FSDP."""
+
 
 class CheckpointTrainer(Trainer):
     """A Trainer whose run can be resumed after being killed at any moment."""
@@ -46,7 +49,10 @@ class CheckpointTrainer(Trainer):
         return not isinstance(self.model, PreTrainedModel) and not has_lora(self.model)
 
     def _check_checkpoint(self, checkpoint: Path) -> None:
-        """Check that the step matches the folder name and that optimizer state exists; transformers checks neither."""
+        """Check step, optimizer state and sharding, which transformers does not check."""
+        if self.is_fsdp_enabled != (checkpoint / FSDP_MODEL).exists():
+            how = "without" if self.is_fsdp_enabled else "with"
+            raise RecipeError(f"{checkpoint} was written {how} FSDP: resume {how} it, or choose another output")
         with self._loading():
             step = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
             if step != step_of(checkpoint):

@@ -130,20 +130,23 @@ def writing(name: str, output: Path) -> Iterator[None]:
     """Remove partial files after an error inside the block, and convert it to a `RecipeError`.
 
     All types of exceptions are converted, since libraries raise many on a full disk. An interrupt gets a note.
+    Processes that the main process cuts off may get an error, too; they leave the files to it.
     """
     try:
         yield
     except BaseException as error:
         free = shutil.disk_usage(output).free / 1e9
-        shutil.rmtree(output / PARTIAL, ignore_errors=True)
+        if is_main_process():
+            shutil.rmtree(output / PARTIAL, ignore_errors=True)
         newest = next(iter(checkpoints(output)), None)
         advice = f"resumes from {newest.name}, which is unchanged" if newest else "starts again"
         if not isinstance(error, Exception):
             error.add_note(f"the same command {advice}")
             raise
+        reason = one_line(error) if is_main_process() else f"see the main process, or {one_line(error)}"
         raise RecipeError(
-            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; the same "
-            f"command {advice}"
+            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {reason}; the same command "
+            f"{advice}"
         ) from error
 
 

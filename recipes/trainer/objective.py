@@ -1,6 +1,7 @@
 """Base class of training objectives: data, loss and evaluation metrics. `objectives.py` lists all objectives."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +10,9 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress
+from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.model import IGNORED_LABEL
 
 from ..data.training_data import TrainingData
@@ -70,6 +73,15 @@ class Objective(ABC):
     @abstractmethod
     def complete_config(self, config: Any, processor: Any) -> None:
         """Set the fields of a new model's configuration that depend on the processor, such as special tokens."""
+
+    def check_losses(self, mechanisms: Iterable[str]) -> None:
+        """Refuse a mechanism with an auxiliary loss that `loss` does not add; it adds that of mixture."""
+        for name in set(mechanisms) - {"mixture"}:
+            if "auxiliary_loss" in vars(MECHANISMS[name]):
+                raise RecipeError(
+                    f"objective.name={self.recipe.objective.name} does not add the auxiliary loss of {name!r}: train "
+                    "the model in your own loop, whose loss is the model's"
+                )
 
     def new_model(self, config: Any) -> nn.Module:
         """Return a randomly initialised model in float32."""

@@ -39,9 +39,11 @@ class RunTrainer(CheckpointTrainer):
         use_cache = getattr(model.config, "use_cache", None)
         self.recipe = recipe
         # A diffusers config has no methods, so that the model itself describes its layers.
-        self.routing = HeadRouting.of(model if hasattr(model, "mixers_of_layer") else model.config)
+        described = model if hasattr(model, "mixers_of_layer") else model.config
+        self.routing = HeadRouting.of(described)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
         self.run_objective = objective_of(recipe)
+        self.run_objective.check_losses(described.mechanisms() if hasattr(described, "mechanisms") else ())
         self.training_loss = TrainingLoss(self.run_objective, self.routing, recipe.distillation, teacher)
         self.first_step = step_of(checkpoint) if checkpoint else 0
         self.starts = starting_points(model)

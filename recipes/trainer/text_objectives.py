@@ -1,6 +1,7 @@
 """Objectives on text: next token, masked tokens (with the order of segments), and span corruption."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,9 @@ class NextToken(TextObjective):
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """Return the predictions of all tokens but the first."""
         return [Predictions("", outputs["logits"][:, :-1], inputs[LABELS][:, 1:])]
+
+    def check_losses(self, mechanisms: Iterable[str]) -> None:
+        """Allow all mechanisms: the model's own loss has all auxiliary losses."""
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None

@@ -16,6 +16,7 @@ from broken import snapshot
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.toy import toy_config
 from crosshead.recipes.trainer import training_arguments
+from crosshead.recipes.trainer.checkpoint_trainer import FSDP_MODEL, CheckpointTrainer
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, LORA, MIXTURE, toy_run, train
 
@@ -250,6 +251,17 @@ def test_fsdp_sharded_state_dict_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "__init__", sharded)
     with pytest.raises(RecipeError, match=r"fsdp_state_dict_type.*FULL_STATE_DICT"):
         train(toy_run(KNOCKING, tmp_path))
+
+
+@pytest.mark.parametrize("with_fsdp", [True, False])
+def test_checkpoint_of_other_sharding_is_refused_and_not_called_damaged(with_fsdp, tmp_path):
+    if not with_fsdp:  # the checkpoint has it, the run has not
+        (tmp_path / FSDP_MODEL).touch()
+    trainer: Any = CheckpointTrainer.__new__(CheckpointTrainer)
+    trainer.is_fsdp_enabled = with_fsdp
+    with pytest.raises(RecipeError, match=rf"resume with{'' if not with_fsdp else 'out'} it") as caught:
+        trainer._check_checkpoint(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "remove" not in str(caught.value)
 
 
 def test_teacher_with_zero3_is_refused(tmp_path, monkeypatch):

@@ -177,6 +177,15 @@ def test_partial_model_is_removed_after_interrupted_saving(tmp_path, error):
     assert not partial.exists()
 
 
+def test_other_processes_leave_partial_files_to_the_main_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("crosshead.recipes.trainer.checkpoints.is_main_process", lambda: False)
+    partial = tmp_path / ".partial" / "model"
+    partial.mkdir(parents=True)
+    with pytest.raises(RecipeError, match="main process"), writing("the model", tmp_path):
+        raise OSError("Connection closed by peer")
+    assert partial.exists()
+
+
 def test_checkpoints_left_by_a_killed_run_are_removed(tmp_path):
     """A process killed between the last checkpoint and the removal of older ones leaves more than `keep`."""
     recipe = toy_run(KNOCKING, tmp_path)

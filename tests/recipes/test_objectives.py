@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError
+from crosshead.modeling.mechanisms.knocking import Knocking
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.models import load_model
@@ -197,6 +198,13 @@ def test_runs_that_do_not_fit_objective_are_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(recipe, tmp_path / "logits")
     assert not Path(recipe.output).exists()
+
+
+def test_unknown_auxiliary_loss_is_refused_where_the_loss_lacks_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Knocking, "auxiliary_loss", classmethod(lambda *_: None), raising=False)
+    train(toy_run(KNOCKING, tmp_path / "decoder", 2))
+    with pytest.raises(RecipeError, match=r"masked_tokens.*'knocking'"):
+        train(toy_run(BERT, tmp_path / "encoder", 2, given=["model.config.mixers={knocking: {}}"]))
 
 
 def test_every_schema_objective_has_a_trainer_class():
