@@ -29,7 +29,7 @@ from crosshead_command.screen import calibration_lines
 from tiers import first, grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module", params=first(toys.BACKBONES))
@@ -40,7 +40,7 @@ def source(request, tmp_path_factory):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "prose.txt"
-    path.write_text(default_text()[:1260], encoding="utf-8")
+    path.write_text(default_text()[:2520], encoding="utf-8")
     return path
 
 
