@@ -7,7 +7,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import crosshead
 from tiers import grid
@@ -69,6 +69,9 @@ def model_folders(backbone_and_sharding, tmp_path_factory):
     backbone, division = backbone_and_sharding
     write_stock(source, backbone, DIVISIONS[division])
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())  # published ones name the class that loads
+    settings["tokenizer_class"] = type(AutoTokenizer.from_pretrained(source)).__name__
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
     (source / "chat_template.jinja").write_text("{{ messages }}\n")
     (source / "LICENSE").write_text("Do as you like.\n")
     crosshead.convert(source, trained, FOLDABLE, verify=False)
