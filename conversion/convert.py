@@ -18,6 +18,7 @@ from .architectures.families import (
     FAMILIES,
     PREFIX,
     architecture_of,
+    check_plain,
     encoder_only_fields,
     family_of,
     read_config,
@@ -145,6 +146,7 @@ class MechanismRequest(Request):
 def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> MechanismRequest:
     """Validate the mechanisms and options for a source and return the request; runs no model and writes nothing."""
     stock = read_config(source.config, "stock", source.label)
+    check_plain(source.config, source.label)
     dropped = check_source(source.store, tensor_shapes(stock, source.store.entries), tied_tensors(stock))
     mixer_request = read_request(mixers, _mixed_config(source.config, {"mixers": {}}))
     if not any(part.mixers for part in mixer_request.by_part) and options.vocab_size is None:

@@ -24,7 +24,7 @@ from crosshead.common.errors import ConversionError, one_line, temporary_files
 from crosshead.common.model_location import expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
-from ..architectures.families import FAMILIES, PREFIX, check_family, check_plain, kind_of
+from ..architectures.families import FAMILIES, PREFIX, check_family, kind_of
 from ..gguf.header import part_paths
 from ..gguf.store import GgufStore, write_side_files
 from .model_folder import (
@@ -131,10 +131,7 @@ def _supported_config(folder: Path, name: str) -> dict[str, Any]:
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     if "_class_name" in config:
         raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")
-    kind = kind_of(config)
-    check_family(config, kind, name)
-    if kind == "stock":
-        check_plain(config, name)
+    check_family(config, kind_of(config), name)
     return config
 
 

@@ -18,6 +18,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor  #
 
 IMAGE_PROCESSOR = "preprocessor_config.json"
 TEXTS = ("A pair of texts,", "of which this is the second.")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Makes transformers report all tensors that do not fit, instead of raising an error for the first one."""
 
@@ -65,8 +66,8 @@ def load_processor(folder: Path, reads_images: bool, trusted: dict[str, Any]) ->
 def processor_report(processor: Any) -> dict[str, Any]:
     """Return special tokens and encoding of two texts by a tokenizer, or all settings of an image processor."""
     if hasattr(processor, "special_tokens_map"):
-        special = {name: str(token) for name, token in processor.special_tokens_map.items()}
-        return {"special_tokens": special} | {name: list(values) for name, values in processor(*TEXTS).items()}
+        special = {name: str(getattr(processor, name, None)) for name in SPECIAL_TOKENS}
+        return special | {name: list(values) for name, values in processor(*TEXTS).items()}
     return {} if processor is None else json.loads(processor.to_json_string())
 
 

@@ -139,7 +139,8 @@ def verify_folder(
         model = open_source(folder, scratch=Path(scratch))
         measured = measure(source, model, sample, tolerance, progress, device)
     check_equal(measured, tolerance)
-    if measured["reload"].get("same_processor") is False:
+    # A stock type may have a tokenizer class of its own, with which transformers loads the files of a folded model.
+    if kind_of(model.config) == "crosshead" and measured["reload"].get("same_processor") is False:
         raise ConversionError(
             f"the tokenizer or image processor of {source.origin['name']} has other results or settings when loaded "
             "from the converted folder; please report this"

@@ -86,7 +86,6 @@ def sharded_files(tmp_path_factory, files):
 REFUSED = {
     "mistral": {"model_type": "mistral"},
     "fp8": {"quantization_config": {"quant_method": "fp8"}},
-    "OwnModel": {"auto_map": {"AutoModelForCausalLM": "modeling.OwnModel"}},
 }
 """Text in the error message -> changes of config.json, for models that cannot be converted."""
 
