@@ -75,7 +75,9 @@ class DataSource(Section):
     def __post_init__(self) -> None:
         ending = self.path.lower().rpartition(".")[2]
         if self.kind == "text" and ending in ("jsonl", "parquet"):
-            raise RecipeError(f"{self.path} would be read as plain text, the kind by default: set `kind: {ending}`")
+            raise RecipeError(
+                f"{self.path} would be read as plain text (`kind: text`, the default): set `kind: {ending}`"
+            )
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in UNUSED_OPTIONS[self.kind] and value != option.default:

@@ -130,7 +130,7 @@ def writing(name: str, output: Path) -> Iterator[None]:
     """Remove partial files after an error inside the block, and convert it to a `RecipeError`.
 
     All types of exceptions are converted, since libraries raise many on a full disk. An interrupt gets a note.
-    Processes that the main process cuts off may get an error, too; they leave the files to it.
+    Only the main process removes files: another process may fail only because the main process has ended.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def writing(name: str, output: Path) -> Iterator[None]:
         if not isinstance(error, Exception):
             error.add_note(f"the same command {advice}")
             raise
-        reason = one_line(error) if is_main_process() else f"see the main process, or {one_line(error)}"
+        reason = one_line(error) + ("" if is_main_process() else " (or the main process failed: see its message)")
         raise RecipeError(
             f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {reason}; the same command "
             f"{advice}"
