@@ -1,5 +1,6 @@
 """Opens a model for evaluation: configuration and tokenizer first, with checks, and the weights later."""
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -58,12 +59,26 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     path, hub = expand_home(name), split_revision(name)[0]
     if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or hub.count("/") > 1):
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
+    if _is_diffusion_model(path):
+        raise EvalError(
+            f"{name} is a model of diffusers: `crosshead inspect` and `crosshead cost` read a DiT, no other"
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise EvalError(f"{name} is not a model directory: config.json is missing")
     location = str(path) if path.is_dir() else name
     config = from_pretrained(AutoConfig, location, "configuration", trust_remote_code)
     check_layers(config, name, EvalError)
     return Opened(location, config, trust_remote_code=trust_remote_code)
+
+
+def _is_diffusion_model(folder: Path) -> bool:
+    """Whether a folder has a model or a pipeline of diffusers; their JSON files name a class and no model type."""
+    if (folder / "model_index.json").is_file():
+        return True
+    try:
+        return "_class_name" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):  # no folder, or an unreadable file, which the caller reports
+        return False
 
 
 def with_tokenizer(opened: Opened) -> Opened:

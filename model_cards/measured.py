@@ -11,10 +11,11 @@ NOTHING = {
     "scores": f"Benchmarks: {NOT_MEASURED}.",
 }
 """Part of the section -> its text if there are no results."""
+CACHE = "KV cache, bytes per token in the stored dtype"
 ROWS = {
     "loss": ("loss_before", "loss_after"),
     "perplexity": ("perplexity_before", "perplexity_after"),
-    "KV cache, bytes per token in the stored dtype": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
+    CACHE: ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
 }
 """Row title -> keys of the verification, measured on the source and on the model."""
 SINGLE = {
@@ -58,8 +59,10 @@ def _conversion(facts: Facts) -> Iterator[str]:
     text = verification["sample"]["text"].split(",")[0]
     inputs = "{images} images" if "images" in verification else "{windows} windows of {window_length} tokens"
     yield f"Comparison with the source{when}, on {inputs.format_map(verification)} ({text}):"
+    is_t5 = facts.config.get("is_encoder_decoder")
+    titles = {CACHE: f"{CACHE}, for a token of the input and one of the output"} if is_t5 else {}
     rows = [
-        (name, *(_shown(verification[key]) for key in pair))
+        (titles.get(name, name), *(_shown(verification[key]) for key in pair))
         for name, pair in ROWS.items()
         if verification.get(pair[0])
     ]

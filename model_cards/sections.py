@@ -17,6 +17,7 @@ COSTS = {
     "active_parameters": "parameters active for one token",
     "new_parameters": "parameters of the mechanisms",
     "kv_bytes_per_token": "KV cache, bytes per token",
+    "cross_kv_bytes_per_token": "KV cache of cross-attention, bytes per token of the input",
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from .attention import CrossheadAttention
-from .mechanisms.base import AuxiliaryLoss, package_only
+from .mechanisms.base import AuxiliaryLoss
 from .model import CrossheadPreTrained
 
 ENCODER_CLASSES = {
@@ -40,14 +40,6 @@ ENCODER_FIELDS = {
     "rms_norm_eps": "layer_norm_eps",
 }
 """Config field that `MixersConfig` reads -> its name in configs of BERT and its descendants."""
-
-
-@package_only
-def image_shape(config: Any) -> tuple[int, int, int]:
-    """Return (channels, height, width) of the images of a vision transformer."""
-    size = config.image_size
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return config.num_channels, height, width
 
 
 def submodule_property(name: str) -> Any:

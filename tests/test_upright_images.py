@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from crosshead.common.errors import ConversionError, EvalError, RecipeError
-from crosshead.common.images import image_of_shape, open_processor, processed_image
+from crosshead.common.images import model_image, open_processor, processed_image
 from crosshead.evals.inspect.diffusion import _square
 from crosshead.evals.open_model import open_config
 from crosshead.evals.scoring.images import LabelledImages
@@ -32,9 +32,9 @@ def test_readers_apply_exif_orientation(tmp_path):
     file.parent.mkdir(parents=True)
     stored.save(file, exif=exif)
     folder = write_image_model(tmp_path / "model")
-    processor = open_processor(folder, "in model")
+    processor, config = open_processor(folder, "in model"), open_config(str(folder)).config
     images = [
-        image_of_shape(file, processor, (3, 16, 16), "in model")[0],
+        model_image(file, processor, config, "in model")[0],
         _square(file, 16, 3)[0],
         processed_image(file, LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1).processor, 3)[0],
     ]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.images import IMAGE_SUFFIXES, image_of_shape, open_processor
+from crosshead.common.images import IMAGE_SUFFIXES, image_shape, is_image, model_image, open_processor
 from crosshead.common.progress import Progress
-from crosshead.modeling.encoder import image_shape
 
 from ..architectures.families import FAMILIES
 from ..sources.model_folder import file_digest
@@ -29,25 +28,30 @@ def random_pixels(config: Any, count: int) -> torch.Tensor:
     return torch.randn(count, *image_shape(config), generator=torch.Generator().manual_seed(SEED))
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Return the image files in a folder and its subfolders; `ConversionError` if there are none."""
+def image_files(folder: Path, count: int) -> list[Path]:
+    """Return at most `count` evenly spaced image files of a folder and its subfolders."""
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder: this model reads images, give a folder of them")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if is_image(file, folder))
     if not files:
         raise ConversionError(f"{folder} has no images: give a folder with {', '.join(IMAGE_SUFFIXES)} files")
-    return files
+    count = min(count, len(files))
+    return [files[index * len(files) // count] for index in range(count)]
 
 
 def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.Tensor:
     """Return pixel values of at most `count` evenly spaced images of a folder, from the source's image processor."""
-    files = image_files(folder)
-    count = min(count, len(files))
-    selected = [files[index * len(files) // count] for index in range(count)]
-    shape, source_folder = image_shape(config), source.files[0].parent
+    source_folder = source.files[0].parent
     place = f"in {source_folder.name}"
     processor = open_processor(source_folder, place)
-    return torch.cat([image_of_shape(file, processor, shape, place) for file in selected])
+    pixels = [model_image(file, processor, config, place) for file in image_files(folder, count)]
+    if len(sizes := {tuple(image.shape[2:]) for image in pixels}) > 1:
+        smallest, largest = (" x ".join(map(str, size)) for size in (min(sizes), max(sizes)))
+        raise ConversionError(
+            f"the image processor {place} gives images of different sizes, from {smallest} to {largest}: give images "
+            "of one size, or set do_center_crop and crop_size in preprocessor_config.json"
+        )
+    return torch.cat(pixels)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Images(Text):
             )
         if self.is_saved:
             return super().described()
-        digests = "".join(file_digest(file) for file in image_files(self.path))
+        digests = "".join(file_digest(file) for file in image_files(self.path, IMAGES))
         return {"images": self.path.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
 
     def calibration_batch(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:

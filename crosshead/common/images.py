@@ -16,6 +16,27 @@ MODES = {1: "L", 3: "RGB"}
 """Number of channels of the model -> mode of Pillow."""
 HIGHEST = 255
 """Highest pixel value in these modes."""
+ANY_SIZE = ("dinov2", "transnext")
+"""Architectures that read images of any size, because they interpolate their positions; `image_size` is only that of
+the pretraining, and the image processor usually gives another one."""
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that the config of a vision transformer names."""
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return config.num_channels, height, width
+
+
+def reads_any_size(config: Any) -> bool:
+    """Whether the model's images may have another size than its config names."""
+    return config.model_type.removeprefix("crosshead_") in ANY_SIZE
+
+
+def is_image(path: Path, folder: Path) -> bool:
+    """Whether `path` in `folder` is an image file that is not hidden, as `._photo.png` of macOS is."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.suffix.lower() in IMAGE_SUFFIXES and not hidden and path.is_file()
 
 
 def open_processor(model: str | Path, place: str, error_type: type[ValueError] = ConversionError) -> Any:
@@ -54,16 +75,18 @@ def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
     return values
 
 
-def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], place: str) -> torch.Tensor:
-    """The float32 pixel values of an image file; `ConversionError` unless their shape is (1, *shape)."""
-    pixels = processed_image(file, processor, shape[0]).float()
-    check_shape(pixels.shape[1:], shape, place, ConversionError)
+def model_image(file: Path, processor: Any, config: Any, place: str) -> torch.Tensor:
+    """The float32 pixel values of an image file, (1, channels, height, width), in a shape that the model reads."""
+    pixels = processed_image(file, processor, config.num_channels).float()
+    check_shape(pixels.shape[1:], config, place, ConversionError)
     return pixels
 
 
-def check_shape(actual: Sequence[int], shape: tuple[int, int, int], place: str, error_type: type[ValueError]) -> None:
-    """Raise `error_type` unless an image processor gives pixel values of the shape that the model reads."""
-    if tuple(actual) != shape:
+def check_shape(actual: Sequence[int], config: Any, place: str, error_type: type[ValueError]) -> None:
+    """Raise `error_type` unless the model reads pixel values of the shape that its image processor gives."""
+    shape = image_shape(config)
+    checked = 1 if reads_any_size(config) else 3
+    if tuple(actual)[:checked] != shape[:checked]:
         raise error_type(
             f"the image processor {place} gives pixel values of shape {list(actual)}, but the model reads "
             f"{list(shape)}: use the model's own preprocessor_config.json"

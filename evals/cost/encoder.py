@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from crosshead.common.images import image_shape
 from crosshead.modeling.backbones.transnext_attention import CrossheadAggregatedAttention
-from crosshead.modeling.encoder import image_shape
 
 from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, work
 from .dit_config import DiTConfig

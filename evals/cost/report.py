@@ -74,5 +74,5 @@ def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
         rows.append([label, f"{cost[name]:,}", f"{stock[name]:,}", change])
     first, others = max(map(len, LABELS.values())), max(len(row[1]) for row in rows)
     for label, *cells in rows:
-        columns = cells if report["mixers"] else cells[:1]
+        columns = cells if cost != stock else cells[:1]
         yield "  ".join([label.ljust(first), *(cell.rjust(others) for cell in columns)]).rstrip()

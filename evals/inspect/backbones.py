@@ -9,7 +9,6 @@ import transformers
 from crosshead.common.errors import EvalError
 from crosshead.modeling import BACKBONES as OURS
 from crosshead.modeling.backbones.dinov2 import NESTED
-from crosshead.modeling.encoder import image_shape
 
 from ..open_model import Opened, check_backbone
 
@@ -133,9 +132,8 @@ def _global_stage(opened: Opened) -> Backbone:
     return Backbone((part,), reads=(IMAGE,))
 
 
-def patch_grid(config: Any) -> tuple[int, int]:
-    """Return the numbers of rows and columns of an image's patch tokens."""
-    _, height, width = image_shape(config)
+def patch_grid(config: Any, height: int, width: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of the patch tokens of an image or a latent."""
     if hasattr(config, "depths"):  # each later stage of a TransNeXt halves the feature map
         stride = config.patch_size * 2 ** (len(config.depths) - 1)
         return ceil(height / stride), ceil(width / stride)

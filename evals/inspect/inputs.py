@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import EvalError
-from crosshead.common.images import image_of_shape, open_processor
-from crosshead.modeling.encoder import image_shape
+from crosshead.common.images import model_image, open_processor
 
 from ..open_model import Opened, check_tokens
 from .backbones import DIT, IMAGE, TARGET, TEXT, Backbone, patch_grid
@@ -20,7 +19,8 @@ from .pack import pack_picture
 MAXIMUM_TOKENS = 512
 """Maximum number of tokens of an input: a page stores and draws maps with the square of this many weights."""
 ImageReader = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]
-"""Function of an image file: the model's arguments, and the colours (height, width, channels) from 0 to 1."""
+"""Function of an image file: the model's arguments, of which the first is the image, and the colours (height, width,
+channels) from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _image_reader(opened: Opened, time: int) -> ImageReader:
     processor = open_processor(opened.name, place)
 
     def read(file: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        pixels = image_of_shape(file, processor, image_shape(opened.config), place)
+        pixels = model_image(file, processor, opened.config, place)
         return {"pixel_values": pixels}, _colours(pixels[0], processor)
 
     return read
@@ -147,16 +147,15 @@ def _image_reader(opened: Opened, time: int) -> ImageReader:
 
 def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: str, file: Path) -> Sample:
     config, special = opened.config, len(backbone.special_tokens)
-    rows, columns = patch_grid(config)
+    arguments, colours = read(file)
+    rows, columns = patch_grid(config, *next(iter(arguments.values())).shape[2:])
     patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in patches.tolist())]
     if len(tokens) > MAXIMUM_TOKENS:
         raise EvalError(
             f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
-            f"model with larger patches than patch_size={config.patch_size}, or smaller images than "
-            f"image_size={config.image_size}"
+            f"model with larger patches than patch_size={config.patch_size}, or smaller images"
         )
-    arguments, colours = read(file)
     positions = torch.cat([torch.full((special, 2), torch.nan), patches.float()])
     image = {"rows": rows, "columns": columns, "special": special, "picture": pack_picture(colours)}
     record = {"name": name, "tokens": tokens, "starts": list(range(len(tokens))), "target": None, "image": image}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError, nearest
-from crosshead.common.images import IMAGE_SUFFIXES
+from crosshead.common.images import IMAGE_SUFFIXES, is_image
 from crosshead.common.plain_text import check_characters, json_object, read_text
 
 TEXT_COLUMNS = (
@@ -83,18 +83,14 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
         raise EvalError(
             f"{path} is not a folder: an image classifier reads a folder with one subfolder for each class"
         )
-    loose = sorted(file for file in path.iterdir() if _is_image(file))
+    loose = sorted(file for file in path.iterdir() if is_image(file, path))
     if loose:
         raise EvalError(f"{loose[0]} lies in no subfolder: put each image into the subfolder of its class")
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    files = {folder: sorted(file for file in folder.rglob("*") if _is_image(file)) for folder in folders}
+    files = {folder: sorted(file for file in folder.rglob("*") if is_image(file, folder)) for folder in folders}
     if not any(files.values()):
         raise EvalError(f"{path} has no images in subfolders: give {', '.join(IMAGE_SUFFIXES)} files")
     return {folder: images for folder, images in files.items() if images}
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()
 
 
 def class_of(config: Any, label: Any, where: str) -> int:

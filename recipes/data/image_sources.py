@@ -19,7 +19,7 @@ from typing import Any
 from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import EvalError, RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
-from crosshead.common.images import IMAGE_SUFFIXES, upright
+from crosshead.common.images import IMAGE_SUFFIXES, is_image, upright
 from crosshead.common.progress import Counter, Progress
 
 from ..schema.sections import DataSource
@@ -50,7 +50,7 @@ class ClassFolders:
         """Class index of each image."""
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
-            files = [path for path in files_in(folder, "") if path.suffix.lower() in IMAGE_SUFFIXES]
+            files = [path for path in files_in(folder, "") if is_image(path, folder)]
             if not files:
                 raise RecipeError(
                     f"the class folder {folder} has no images: add some ({', '.join(IMAGE_SUFFIXES)}), or remove it"
@@ -147,8 +147,10 @@ def decoded(source: ImageSource, index: int, channels: int, content: bytes | Non
         with pillow.Image.open(BytesIO(source.content(index) if content is None else content)) as image:
             return upright(image, channels)
     except Exception as error:  # Pillow raises many exception types
+        is_unknown = isinstance(error, pillow.UnidentifiedImageError)  # its message shows an object in memory
+        reason = "Pillow does not know its format" if is_unknown else one_line(error)
         raise RecipeError(
-            f"{source.place(index)} cannot be read as an image: {one_line(error)}: remove or replace it"
+            f"{source.place(index)} cannot be read as an image: {reason}: remove or replace it"
         ) from error
 
 

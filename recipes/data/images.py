@@ -37,11 +37,17 @@ class ImageInputs:
 
     def pixels(self, image: Any, **options: Any) -> torch.Tensor:
         """Return the pixel values (channels, height, width) of a Pillow image; `options` are for the processor."""
-        return self.processor(image, return_tensors="pt", **options)["pixel_values"][0].float()
+        return pixel_values(self.processor, image, **options)
 
     def save_pretrained(self, folder: str) -> None:
         """Save the processor to a folder."""
         self.processor.save_pretrained(folder)
+
+
+def pixel_values(processor: Any, image: Any, **options: Any) -> torch.Tensor:
+    """Return the pixel values (channels, height, width) of a Pillow image."""
+    values: torch.Tensor = processor(image, return_tensors="pt", **options)["pixel_values"][0]
+    return values.float()
 
 
 def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, channels: int) -> ImageInputs:

@@ -8,14 +8,13 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.images import MODES, check_shape, open_processor
+from crosshead.common.images import MODES, check_shape, image_shape, open_processor, reads_any_size
 from crosshead.common.progress import Progress
-from crosshead.modeling.encoder import image_shape
 
 from ..data.augmentation import Augmentation
 from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages
 from ..data.image_sources import require_pillow
-from ..data.images import ImageInputs, ProcessImage, find_images, image_processor, read_images, renumber
+from ..data.images import ImageInputs, ProcessImage, find_images, image_processor, pixel_values, read_images, renumber
 from ..data.training_data import TrainingData
 from ..schema.model_config import CLASS_COUNT
 from .loading import initial_config
@@ -48,25 +47,34 @@ class Classes(Objective):
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the model's input images."""
-        return image_shape(initial_config(self.recipe))
+        """Channels, height and width of the model's input images; those of its processor if it reads any size."""
+        config = initial_config(self.recipe)
+        is_free = self.recipe.model.path is not None and reads_any_size(config)
+        return self.processed_shape(config) if is_free else image_shape(config)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's image processor; for a model from scratch, a new one."""
+        if path := self.recipe.model.path:
+            return open_processor(path, f"of model.path={path}", RecipeError)
+        channels, height, _ = self.shape
+        return image_processor(height, channels, self.options.crop)
+
+    def processed_shape(self, config: Any) -> tuple[int, int, int]:
+        """Return the shape of the images from the image processor; `RecipeError` unless the model reads it."""
+        return processed_shape(self.processor, config, f"of model.path={self.recipe.model.path}")
 
     def load_processor(self) -> ImageInputs:
         """Load the image processor, and open the image sources with their classes."""
         require_pillow()
         channels, height, width = self.shape
-        path = self.recipe.model.path
-        if channels not in MODES:
-            raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
-        if path is None and height != width:
+        mode_of(channels)
+        if self.recipe.model.path:
+            self.processed_shape(initial_config(self.recipe))
+        elif height != width:
             raise RecipeError(f"model.config has image_size=[{height}, {width}]: use one number, for square images")
-        options, columns = self.options, (self.options.image_column, self.options.label_column)
-        if path is None:
-            return find_images(self.recipe.data, columns, image_processor(height, channels, options.crop), channels)
-        place = f"of model.path={path}"
-        inputs = find_images(self.recipe.data, columns, open_processor(path, place, RecipeError), channels)
-        check_processor(inputs, self.shape, place)
-        return inputs
+        columns = self.options.image_column, self.options.label_column
+        return find_images(self.recipe.data, columns, self.processor, channels)
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
         """Set the class names of the data; raise `RecipeError` if `model.config` has another number of classes."""
@@ -91,7 +99,7 @@ class Classes(Objective):
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
         """Return blank images."""
-        return {"pixel_values": torch.zeros(rows, *image_shape(config))}
+        return {"pixel_values": torch.zeros(rows, *self.shape)}
 
     def logits(self, config: Any) -> int:
         """Return the number of classes."""
@@ -114,15 +122,33 @@ class Classes(Objective):
         return {"pixel_values": inputs["pixel_values"]}
 
 
-def check_processor(inputs: ImageInputs, shape: tuple[int, int, int], place: str) -> None:
-    """Raise `RecipeError` if the image processor's output does not have the shape that the model reads."""
-    channels, height, width = shape
-    blank = require_pillow().Image.new(MODES[channels], (2 * width, height))
-    try:
-        actual = inputs.pixels(blank).shape
-    except Exception as error:
-        raise RecipeError(f"the image processor {place} fails: {one_line(error)}") from None
-    check_shape(actual, shape, place, RecipeError)
+def mode_of(channels: int) -> str:
+    """Return the mode of Pillow for images with this number of channels; `RecipeError` if there is none."""
+    if channels not in MODES:
+        raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
+    return MODES[channels]
+
+
+def processed_shape(processor: Any, config: Any, place: str) -> tuple[int, int, int]:
+    """Return channels, height and width that the image processor gives for a wide and a tall image.
+
+    Raise `RecipeError` unless the two are equal and the model reads them.
+    """
+    channels, height, width = image_shape(config)
+    mode, shapes = mode_of(channels), []
+    for size in ((2 * width, height), (width, 2 * height)):
+        blank = require_pillow().Image.new(mode, size)
+        try:
+            shapes.append(tuple(pixel_values(processor, blank).shape))
+        except Exception as error:
+            raise RecipeError(f"the image processor {place} fails: {one_line(error)}") from None
+        check_shape(shapes[-1], config, place, RecipeError)
+    if shapes[0] != shapes[1]:
+        raise RecipeError(
+            f"the image processor {place} gives images of different sizes, such as {shapes[0][1]} x {shapes[0][2]}: "
+            "set do_center_crop and crop_size in its preprocessor_config.json"
+        )
+    return shapes[0]
 
 
 def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.model_location import LICENCE_FILES, foreign_link, split_revision
 
-from ..schema.model_config import check_expert_bias, model_config, named_model_config
+from ..schema.model_config import CLASSIFIERS, check_expert_bias, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
@@ -207,7 +207,11 @@ def _load(
 
     missing = sorted(tensor for tensor in report["missing_keys"] if not is_replaced(tensor))
     if missing:
-        raise RecipeError(f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}")
+        lacks = f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}"
+        if any(tensor.startswith(f"{model.base_model_prefix}.") for tensor in missing):
+            raise RecipeError(lacks)
+        new = ", or train a new classifier with objective.new_classifier=true" if auto_class == CLASSIFIERS else ""
+        raise RecipeError(f"{lacks}: use a checkpoint that was saved by {type(model).__name__}{new}")
     mismatched = [entry for entry in report["mismatched_keys"] if not is_replaced(entry[0])]
     for tensor, stored, expected in sorted(mismatched)[:1]:
         raise RecipeError(

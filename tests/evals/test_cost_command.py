@@ -168,6 +168,7 @@ def test_cost_of_stock_t5_and_transnext(workdir, run_cli, report):
     toys.stock_config("T5").save_pretrained("t5")
     figures = report("t5 --length 7")
     assert figures["cost"] == figures["stock"] == cost_report(toys.mixed_config("T5", {}), 7)["cost"]
+    assert "overhead" not in run_cli("cost t5 --length 7")[1]
     parts = {"encoder": {"talking": {}}, "cross": {"talking": {}}}
     mixed = report("t5 --length 7 --mixer talking@encoder+cross")
     assert mixed["cost"] == cost_report(toys.mixed_config("T5", parts), 7)["cost"]

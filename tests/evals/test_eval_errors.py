@@ -69,6 +69,8 @@ def workdir(models, tmp_path, monkeypatch):
         (tmp_path / model.name).symlink_to(model)
     (tmp_path / "file.txt").write_text("")
     (tmp_path / "nothing").mkdir()
+    (tmp_path / "dit").mkdir()
+    (tmp_path / "dit" / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
     (tmp_path / "done.json").write_text("{}")
     mine = tmp_path / "mine"
     write_task(mine, "blank", ROLLING, [{"text": "the cat"}, {"text": " \n"}])
@@ -87,6 +89,7 @@ CASES = {
     f"./none {OFFLINE}": ["'./none'"],
     f"file.txt {OFFLINE}": ["'file.txt'"],
     f"nothing {OFFLINE}": ["nothing", "config.json"],
+    f"dit {OFFLINE}": ["dit", "diffusers"],
     f"org/none {OFFLINE}": ["'org/none'"],
     f"bert {OFFLINE}": ["bert", "BertForMaskedLM"],
     f"t5 {OFFLINE}": ["t5", "T5ForConditionalGeneration"],

@@ -13,7 +13,7 @@ import toys
 import transnext_oracle
 import transnext_toys
 from broken import run, snapshot
-from crosshead.common.images import image_of_shape, open_processor
+from crosshead.common.images import model_image, open_processor
 from crosshead.evals.inspect.backbones import BACKBONES
 from encoder_toys import write_encoder
 from image_toys import write_image_model, write_images
@@ -212,7 +212,7 @@ def test_transnext_last_stage_matches_oracle(tmp_path, report, case):
     attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     processor = open_processor(tmp_path / "model", "in model")
     with torch.no_grad():
-        model(image_of_shape(image, processor, (3, 96, 96), "in model"))
+        model(model_image(image, processor, model.config, "in model"))
     weights = {name: each.detach().double() for name, each in attention.named_parameters()}
     mixers = model.config.mixers_of_layer(4)
     shape = transnext_oracle.Attention(4, 1, 3, 3, 4)

@@ -116,6 +116,18 @@ def test_t5_card_has_the_mechanisms_of_each_part(run_cli, tmp_path):
     assert config == json.loads((tmp_path / "again" / "config.json").read_text())
 
 
+def test_t5_card_names_the_tokens_of_each_cache(run_cli, tmp_path):
+    write_t5(tmp_path / "source")
+    crosshead.convert("source", "made", {"talking": {}})
+    assert run_cli("card made")[0] == 0
+    text = (tmp_path / "made" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (KV cache[^|]*) \| ([\d,]+) \|", text, re.MULTILINE))
+    both = rows.pop("KV cache, bytes per token in the stored dtype, for a token of the input and one of the output")
+    own, cross = (int(number.replace(",", "")) for number in rows.values())
+    assert list(rows) == ["KV cache, bytes per token", "KV cache of cross-attention, bytes per token of the input"]
+    assert own + cross == int(both.replace(",", ""))
+
+
 def test_image_model_card_describes_verification_images(run_cli, tmp_path):
     write_image_model(tmp_path / "source")
     crosshead.convert("source", "made", {"talking": {}})

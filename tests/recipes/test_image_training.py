@@ -8,18 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModel, AutoModelForImageClassification, pipeline
+from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, pipeline
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+import toys
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.images import ImageInputs
+from crosshead.recipes.data.images import ImageInputs, image_processor
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy, write_toy_images
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.image_objective import check_processor, keep_numbers
+from crosshead.recipes.trainer.image_objective import keep_numbers, processed_shape
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
 from image_toys import CLASSIFIER, write_image_model
@@ -226,7 +227,7 @@ def test_new_classifier_from_scratch_is_refused(tmp_path):
 
 
 def test_model_without_classifier_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"model\.path=.*\b2\b.*classifier"):
+    with pytest.raises(RecipeError, match=r"model\.path=.*\b2\b.*classifier.*objective\.new_classifier=true"):
         train(load_recipe(write_recipe(tmp_path, "Model", num_labels=4)))
 
 
@@ -242,11 +243,10 @@ def test_mismatched_or_broken_image_processor_is_refused(tmp_path):
         train(recipe)
 
 
-def test_mismatched_image_channels_are_refused(tmp_path):
-    recipe = toy_recipe(VIT, tmp_path)
-    inputs = objective_of(recipe).load_processor()
-    with pytest.raises(RecipeError, match=r"\[3, 64, 64\].*\[1, 64, 64\]"):
-        check_processor(inputs, (1, 64, 64), "here")
+def test_mismatched_image_channels_are_refused():
+    processor, config = image_processor(16, 3), ViTConfig(**(toys.IMAGE_SIZES | {"num_channels": 1}))
+    with pytest.raises(RecipeError, match=r"\[3, 16, 16\].*\[1, 16, 16\]"):
+        processed_shape(processor, config, "here")
 
 
 @pytest.mark.parametrize(
