@@ -135,20 +135,21 @@ def processed_shape(processor: Any, config: Any, place: str) -> tuple[int, int, 
     Raise `RecipeError` unless the two are equal and the model reads them.
     """
     channels, height, width = image_shape(config)
-    mode, shapes = mode_of(channels), []
+    mode, sizes = mode_of(channels), []
     for size in ((2 * width, height), (width, 2 * height)):
         blank = require_pillow().Image.new(mode, size)
         try:
-            shapes.append(tuple(pixel_values(processor, blank).shape))
+            shape = pixel_values(processor, blank).shape
         except Exception as error:
             raise RecipeError(f"the image processor {place} fails: {one_line(error)}") from None
-        check_shape(shapes[-1], config, place, RecipeError)
-    if shapes[0] != shapes[1]:
+        check_shape(shape, config, place, RecipeError)
+        sizes.append((shape[1], shape[2]))
+    if sizes[0] != sizes[1]:
         raise RecipeError(
-            f"the image processor {place} gives images of different sizes, such as {shapes[0][1]} x {shapes[0][2]}: "
+            f"the image processor {place} gives images of different sizes, such as {sizes[0][0]} x {sizes[0][1]}: "
             "set do_center_crop and crop_size in its preprocessor_config.json"
         )
-    return shapes[0]
+    return channels, *sizes[0]
 
 
 def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from toy_checkpoints import character_tokenizer, write_stock
 TEXTS = [default_text()[start : start + 3000] for start in range(0, 30000, 3000)]
 CHATS = [[{"role": "user", "content": text[:900]}, {"role": "assistant", "content": text[900:]}] for text in TEXTS]
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
-MIXERS = {"explicit": {"key_heads": 1, "value_heads": 1}}
+MIXERS = {"mixture": {"active_heads": 2}}
 
 
 def format_messages(messages):

@@ -64,6 +64,8 @@ def test_labels_encode_counts_groups_and_order():
 def test_auto_layers_choose_counts_divisible_by_groups(method, tmp_path):
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     mixers, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
+    (tmp_path / "prose.txt").write_text(PROSE)
+    options |= {"calibration": tmp_path / "prose.txt"} if method == "aligned" else {}
     report = crosshead.convert(source, tmp_path / "made", mixers, **options)
     assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-4
     assert {*report["chosen"]["key_heads"], *report["chosen"]["value_heads"]} == {2, 4}
