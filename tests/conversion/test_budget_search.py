@@ -28,7 +28,7 @@ from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.compress.layer_rewrites import PROJECTIONS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
-from tiers import grid
+from tiers import first, grid
 from toy_checkpoints import write_stock
 
 
@@ -102,7 +102,7 @@ def test_half_precision_key_scale_counts_as_two_cached_numbers(dtype, scales):
         assert numbers == pytest.approx(choice.fraction * 3 * 2 * 4 * 8) and choice.fraction <= 0.75
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first([torch.bfloat16, torch.float32]))
 def test_chosen_cache_share_equals_measured_cache_share(dtype, tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3", None, dtype, num_attention_heads=4, num_key_value_heads=4)
     (tmp_path / "text.txt").write_text(" ".join(f"w{number * number % 53}" for number in range(900)))
@@ -238,24 +238,21 @@ def test_active_trial_loss_equals_divergence_of_converted_model(text, tmp_path, 
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
 
 
-def test_active_budget_gives_same_weights_as_its_chosen_counts(text, tmp_path):
+@pytest.mark.parametrize("budgets", first([{"active": 0.75, "cache": "60%"}, {"active": "60%"}]), ids=str)
+def test_active_budget_gives_same_weights_as_its_chosen_counts(budgets, text, tmp_path):
     """With and without a budget for the cache; a dry run chooses the same counts."""
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     options = {"calibration": text, "verify": False}
-    for budgets in ({"active": "60%"}, {"active": 0.75, "cache": "60%"}):
-        planned = crosshead.convert(
-            source, tmp_path / "out", {}, **budgets, **options, overwrite=True, plan_only=True
-        )["chosen"]
-        chosen = crosshead.convert(source, tmp_path / "out", {}, overwrite=True, **budgets, **options)["chosen"]
-        assert planned == chosen and chosen["expected_divergence"] > 0
-        mixers = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).mixers
-        assert mixers["mixture"]["active_heads"] == chosen["active_heads"] and ("explicit" in mixers) == (
-            "cache" in budgets
-        )
-        assert sum(chosen["active_heads"]) / 16 == chosen["active"] <= 0.75
-        crosshead.convert(source, tmp_path / "asked", mixers, overwrite=True, **options)
-        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "asked")]
-        assert files[0] == files[1]
+    planned = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options, plan_only=True)["chosen"]
+    chosen = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options)["chosen"]
+    assert planned == chosen and chosen["expected_divergence"] > 0
+    mixers = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).mixers
+    assert mixers["mixture"]["active_heads"] == chosen["active_heads"]
+    assert ("explicit" in mixers) == ("cache" in budgets)
+    assert sum(chosen["active_heads"]) / 16 == chosen["active"] <= 0.75
+    crosshead.convert(source, tmp_path / "asked", mixers, **options)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "asked")]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(

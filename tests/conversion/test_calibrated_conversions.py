@@ -151,7 +151,7 @@ def test_calibration_reads_tensors_once_and_fingerprints_all_of_them(text, tmp_p
 @pytest.mark.parametrize("backbone", first(toys.BACKBONES))
 def test_saved_calibration_can_be_used_for_other_head_counts(backbone, text, tmp_path):
     """Solutions that were fitted for some counts of heads are used for these counts only."""
-    source = write_stock(tmp_path / "source", backbone, **HEADS | {"max_position_embeddings": 1024})
+    source = write_stock(tmp_path / "source", backbone, **HEADS | {"max_position_embeddings": 512})
     saved = tmp_path / "saved.safetensors"
     mixers = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
     crosshead.convert(source, tmp_path / "made", mixers[0], calibration=text, save_calibration=saved, verify=False)
@@ -215,26 +215,24 @@ def test_auto_layers_stay_within_cache_budget(source, text, tmp_path):
     assert set(report["chosen"]["losses"]) == {"0", "1"}
 
 
-@pytest.mark.parametrize("method", ["svd", "aligned"])
+@pytest.mark.parametrize("method", first(["svd", "aligned"]))
 def test_auto_layers_use_and_record_given_or_default_text(method, text, tmp_path):
     source, mixers = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", mixers, calibration=text, **options)
-    assert made["chosen"]["text"] == "prose.txt"
-    assert ("calibration" in made) == (method == "aligned")
+    assert made["chosen"]["text"] == "prose.txt" and ("calibration" in made) == (method == "aligned")
     default = crosshead.convert(source, tmp_path / "default", mixers, **options)
     assert default["chosen"]["text"] == DEFAULT_NAME
     content = default_text()[: int(len(default_text()) * HELD_OUT)] + default_documentation()
-    digest = sha256(content.encode()).hexdigest()
-    assert default["chosen"]["sha256"] == digest
+    assert default["chosen"]["sha256"] == (digest := sha256(content.encode()).hexdigest())
     assert method == "svd" or default["calibration"]["sha256"] == digest
     assert made["chosen"]["sha256"] == sha256(text.read_bytes()).hexdigest()
     assert made["versions"]["python"] == python_version()
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
     assert any(DEFAULT_NAME in line for line in calibration_lines(default))
     saved = tmp_path / "saved.safetensors"
-    explicit = {"explicit": {"key_heads": 1}}
-    crosshead.convert(source, tmp_path / "kept", explicit, calibration=text, save_calibration=saved, verify=False)
+    saving = {"calibration": text, "save_calibration": saved, "verify": False}
+    crosshead.convert(source, tmp_path / "kept", {"explicit": {"key_heads": 1}}, **saving)
     if method == "svd":
         with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
             crosshead.convert(source, tmp_path / "third", mixers, calibration=saved, **options)

@@ -178,6 +178,7 @@ def test_training_in_a_thread_leaves_signal_handlers():
     assert done == [handlers]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_stop_together_and_resume_as_one(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40, train={"micro_batch": 2})
