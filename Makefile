@@ -13,8 +13,10 @@ ARGS =
 WORKERS = 2
 THREADS = 1
 
-# Without --no-compile, pip compiles all files, for minutes; Python compiles those that it imports.
+# Without --no-compile, pip compiles all files, for minutes. Python compiles those that it imports, and must be allowed to
+# write the result, or each process compiles them again.
 INSTALL = -m pip install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 # -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores. A file's tests
 # stay on one worker, which makes their common fixtures once.

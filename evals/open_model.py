@@ -64,7 +64,7 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
             f"{name} is a model of diffusers: `crosshead inspect` and `crosshead cost` read a DiT, no other"
         )
     if path.is_dir() and not (path / "config.json").is_file():
-        raise EvalError(f"{name} is not a model directory: config.json is missing")
+        raise EvalError(f"{path} is not a model directory: config.json is missing")
     location = str(path) if path.is_dir() else name
     config = from_pretrained(AutoConfig, location, "configuration", trust_remote_code)
     check_layers(config, name, EvalError)
