@@ -62,10 +62,13 @@ def _print(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     """A table with one line for each learning rate."""
-    yield f"{'rate':>8}  {report['loss'] + ' loss, fitted':>21}  {'floor':>7}  {'exponent':>8}  spikes"
+    yield f"{'rate':>8}  {report['loss'] + ' loss, fitted':>21}  measured  {'floor':>7}  {'exponent':>8}  spikes"
     for run in report["runs"]:
         law = run["law"]
-        figures = f"{run['fitted_loss']:>21.4f}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}" if law else f"{'':>40}"
+        figures = f"{'':>50}"
+        if law:
+            losses = f"{run['fitted_loss']:>21.4f}  {run['last_loss']:>8.4f}"
+            figures = f"{losses}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}"
         notes = {report["lower"]: "stable, fitted lower than the chosen one", report["chosen"]: "chosen"}
         note = notes.get(run["learning_rate"], run["error"].partition(":")[0])
         yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {note}".rstrip()

@@ -6,7 +6,6 @@ effect of outliers such as spikes.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
@@ -14,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import DivergedError
 
 from ..schema.recipe import Recipe
-from ..trainer.metrics import MIN_DIVERGENCE, MIN_SPIKE, RECENT, SPIKE, LossMonitor, MetricsFile
+from ..trainer.metrics import MIN_DIVERGENCE, MIN_SPIKE, PATIENCE, RECENT, SPIKE, LossMonitor, MetricsFile
 
 HELD_OUT, TRAINING = "held-out", "training"
 MIN_POINTS = 5
 """Minimum number of points of a curve: two more than it has parameters."""
 EXPONENTS = np.geomspace(0.02, 4.0, 60)
 """Grid of exponents; the search continues between the neighbours of the best one."""
+MIN_PATIENCE = 3
+"""Minimum number of consecutive high losses by which a short run counts as diverged."""
 ROUNDS, HUBER = 20, 1.345
 """Maximum number of reweighting rounds, and Huber threshold in standard deviations."""
 EXACT = 1e-9
@@ -38,6 +39,16 @@ class LossCurve:
 
     tokens: tuple[int, ...]
     losses: tuple[float, ...]
+
+    @property
+    def window(self) -> int:
+        """Number of losses at the end to average; 0 for a short curve."""
+        return min(RECENT, len(self.losses) // 5)
+
+    @property
+    def last_loss(self) -> float:
+        """Mean of the last losses."""
+        return mean(self.losses[-max(1, self.window) :])
 
 
 @dataclass(frozen=True)
@@ -80,12 +91,18 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
     return LossCurve(tuple(step * run.per_step for step, _ in after), tuple(loss for _, loss in after))
 
 
-def count_spikes(run: Recipe) -> int:
-    """Return the number of spikes in the training loss of a run."""
-    monitor = LossMonitor(run.loss_changes)
-    with suppress(RecipeError):  # raised for a run that diverged
+def spikes_and_divergence(run: Recipe) -> tuple[int, str]:
+    """Return the number of spikes in the training loss of a run, and why the run counts as diverged, or "".
+
+    A short run counts as diverged if the loss is too high for a tenth of its steps, even if it fell again: a power law
+    does not describe its curve.
+    """
+    monitor = LossMonitor(run.loss_changes, min(PATIENCE, max(MIN_PATIENCE, run.steps // 10)))
+    try:
         monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
-    return monitor.spikes
+    except DivergedError as error:
+        return monitor.spikes, str(error)
+    return monitor.spikes, ""
 
 
 def final_rise(run: Recipe) -> float:
@@ -94,8 +111,8 @@ def final_rise(run: Recipe) -> float:
     If the final average is more than `MIN_DIVERGENCE` above the first loss of this kind, that of the first step after
     the attention losses, return that rise. Smaller rises above it do not count, as a single loss may be low by chance.
     """
-    losses = loss_curve(run, TRAINING).losses
-    window = min(RECENT, len(losses) // 5)
+    curve = loss_curve(run, TRAINING)
+    losses, window = curve.losses, curve.window
     if not window:
         return 0.0
     averages = [mean(losses[end - window : end]) for end in range(len(losses), window - 1, -window)]

@@ -4,7 +4,8 @@ Multi-head Explicit Attention (section 5.1.2, appendices D and E) chooses, for e
 permanent jump of the loss, and reports that it also has the lowest final loss. Rules that the paper does not give:
 
 - A run is stable if all its losses are finite, it did not diverge, and its training loss did not rise towards the end
-  by more than noise. Transient spikes are counted, but do not make a run unstable.
+  by more than noise. A run that recovered diverged, too, if its loss was too high for 20 consecutive steps or for a
+  tenth of the run. Shorter spikes are counted, but do not make a run unstable.
 - The largest stable rate is chosen. If the fitted loss of a smaller rate is lower by more than `ERRORS` standard
   errors of the difference, the report names that rate as `lower`.
 - Curves begin after the warmup.
@@ -142,15 +143,15 @@ def _read_marker(path: Path) -> dict[str, Any]:
 
 def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
     """Evaluate a finished run: stability, spikes and fitted power law; `diverged` is the error of a diverged run."""
-    curve, reason, rise = curves.loss_curve(run, kind), diverged or "", curves.final_rise(run)
-    if not reason and rise:
-        reason = f"the loss rose {rise:.2f} above its minimum"
+    curve, rise = curves.loss_curve(run, kind), curves.final_rise(run)
+    spikes, blow_up = curves.spikes_and_divergence(run)
+    reason = diverged or blow_up or (f"the loss rose {rise:.2f} above its minimum" if rise else "")
     if diverged is None and len(curve.losses) < curves.MIN_POINTS:
         raise RecipeError(
             f"{run.output} has {len(curve.losses)} losses after the warmup, too few for a curve: train on more tokens"
         )
     law = curves.fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None
-    return Attempt(run.train.learning_rate, run.output, reason, curves.count_spikes(run), curve, law)
+    return Attempt(run.train.learning_rate, run.output, reason, spikes, curve, law)
 
 
 def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:
@@ -172,7 +173,12 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
         "chosen": chosen.learning_rate if chosen else None,
         "lower": lower.learning_rate if lower else None,
         "runs": [
-            asdict(attempt) | {"stable": attempt.stable, "fitted_loss": attempt.fitted_loss if attempt.law else None}
+            asdict(attempt)
+            | {
+                "stable": attempt.stable,
+                "fitted_loss": attempt.fitted_loss if attempt.law else None,
+                "last_loss": attempt.curve.last_loss if attempt.law else None,
+            }
             for attempt in attempts
         ],
         "stopped_by": None,

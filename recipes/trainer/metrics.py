@@ -27,17 +27,17 @@ The first mean is the first loss, since a run may diverge from its beginning."""
 class LossMonitor:
     """Counts loss spikes, and raises `DivergedError` if the loss diverged or is not finite."""
 
-    def __init__(self, changes: Collection[int] = ()) -> None:
+    def __init__(self, changes: Collection[int] = (), patience: int | None = None) -> None:
         """`changes` are the steps after which the training loss changes to another kind."""
         self.spikes = 0
         self.last_good = 0
         """Last step whose loss was finite and not high."""
-        self._changes = changes
+        self._changes, self._patience = changes, patience or PATIENCE
         self._reset()
 
     @property
     def is_high(self) -> bool:
-        """Whether the last loss is so high that the run counts as diverged if it stays there for `PATIENCE` steps."""
+        """Whether the last loss is so high that the run counts as diverged if it stays there for some steps."""
         return self._high_steps > 0
 
     def _reset(self) -> None:
@@ -64,7 +64,7 @@ class LossMonitor:
             self.spikes += loss - recent_mean > max(SPIKE * pstdev(self._recent), MIN_SPIKE)
         is_high = loss > max(DIVERGENCE * self._lowest, self._lowest + MIN_DIVERGENCE)
         self._high_steps = self._high_steps + 1 if is_high else 0
-        if self._high_steps >= PATIENCE:
+        if self._high_steps >= self._patience:
             raise DivergedError(
                 f"the loss diverged: {loss:.2f} at step {step}, and {self._lowest:.2f} before: start again with a "
                 "lower train.learning_rate"

@@ -5,56 +5,30 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from broken import run
 from crosshead.common.errors import DivergedError, RecipeError
-from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.sweep import sweep as module
 from crosshead.recipes.sweep.loss_curve import (
     HELD_OUT,
     TRAINING,
     LossCurve,
     ScalingLaw,
-    count_spikes,
-    final_rise,
     loss_curve,
     loss_kind,
 )
 from crosshead.recipes.sweep.sweep import PICTURE, REPORT, Attempt, choose, sweep, sweep_runs
 from crosshead.recipes.train import Outcome
 from crosshead_command.sweep import _lines as lines_of
+from toy_sweeps import NAME, STEPS, WARMUP, losses_of, sweep_recipe, write_metrics
 
-NAME = "papers/mea_1b_sweep"
-STEPS, WARMUP = 200, 10
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A recipe of 200 steps of 1,024 tokens with three rates, evaluated every 10 steps."""
-    shipped = load_recipe(NAME, [f"output={tmp_path}", "sweep.learning_rates=[1e-3, 1e-4, 3e-3]"])
-    options = replace(shipped.train, tokens=STEPS * 1024, batch_tokens=1024, micro_batch=1, warmup=WARMUP)
-    watch = replace(shipped.watch, evaluate_every=10)
-    return replace(shipped, data=replace(shipped.data, length=64), train=options, watch=watch)
-
-
-def losses_of(rate, noise=0.02):
-    """Return the losses of a noisy curve that ends lower for a larger rate."""
-    steps = np.arange(1, STEPS + 1)
-    values = (20 / steps) ** (0.3 + 100 * rate) + 2 + noise * np.random.default_rng(0).standard_normal(STEPS)
-    return values.tolist()
-
-
-def write_metrics(run, losses, evaluate_every=10):
-    """Write the metrics file of a run with these losses."""
-    folder = Path(run.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": len(losses), "losses": losses}]
-    steps = range(evaluate_every, len(losses) + 1, evaluate_every)
-    lines += [{"step": step, "eval_loss": losses[step - 1] + 0.5} for step in steps]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return sweep_recipe(tmp_path)
 
 
 class FakeTrainer:
@@ -205,35 +179,6 @@ def test_report_names_smaller_rate_with_lower_loss(recipe, monkeypatch):
     assert lines[1e-3].endswith("  stable, fitted lower than the chosen one")
     texts = ElementTree.parse(Path(recipe.output) / PICTURE).iter(f"{SVG}text")
     assert {"chosen", "stable"} <= {text.text for text in texts}
-
-
-def test_spike_is_stable_but_lasting_rise_is_not(recipe):
-    run = sweep_runs(recipe)[0]
-    losses = losses_of(1e-3)
-    passed = [*losses[:100], 8.0, 7.0, 6.0, *losses[103:]]
-    risen = losses[:150] + [loss + 1.0 for loss in losses[150:]]
-    for values, rises, spiked in ((losses, False, False), (passed, False, True), (risen, True, True)):
-        write_metrics(run, values)
-        assert (final_rise(run) > 0.5) == rises and (final_rise(run) == 0) == (not rises)
-        assert (count_spikes(run) > 0) == spiked
-        assert module.judge(run, TRAINING, None).stable == (not rises)
-
-
-@pytest.mark.parametrize("steps", (STEPS, 6))
-def test_loss_that_ends_above_first_loss_is_a_rise(recipe, steps):
-    """Even if it falls from a peak in the first steps, or has too few steps for windows."""
-    chance = np.random.default_rng(0)
-    run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
-    write_metrics(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
-    assert final_rise(run) > 1
-    assert not module.judge(run, TRAINING, None).stable
-
-
-def test_noisy_flat_loss_is_no_rise(recipe):
-    run = sweep_runs(recipe)[0]
-    for seed in range(20):
-        write_metrics(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
-        assert final_rise(run) == 0
 
 
 def test_sweep_with_too_few_steps_starts_no_run(recipe, fake_trainer):
