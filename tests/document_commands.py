@@ -175,3 +175,7 @@ def prepare(folder: Path) -> None:
     (folder / "recipe.yaml").write_text((ROOT / "recipes" / "small" / "smollm2_knocking.yaml").read_text())
     (mixers,) = blocks(ROOT / "conversion" / "README.md", "yaml")
     (folder / "mixers.yaml").write_text(mixers)
+    (task,) = blocks(ROOT / "evals" / "README.md", "yaml")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.yaml").write_text(task)
+    (folder / "notes.txt").write_text(TEXT, encoding="utf-8")
