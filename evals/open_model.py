@@ -61,7 +61,8 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if _is_diffusion_model(path):
         raise EvalError(
-            f"{name} is a model of diffusers: `crosshead inspect` and `crosshead cost` read a DiT, no other"
+            f"{name} is a model of diffusers, which cannot be read here: inspect reads a DiT and its pipeline, cost a "
+            "DiT's own folder"
         )
     if path.is_dir() and not (path / "config.json").is_file():
         raise EvalError(f"{path} is not a model directory: config.json is missing")
@@ -73,12 +74,13 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
 
 def _is_diffusion_model(folder: Path) -> bool:
     """Whether a folder has a model or a pipeline of diffusers; their JSON files name a class and no model type."""
-    if (folder / "model_index.json").is_file():
-        return True
+    if not (folder / "config.json").is_file():
+        return (folder / "model_index.json").is_file()
     try:
-        return "_class_name" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):  # no folder, or an unreadable file, which the caller reports
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # an unreadable file, which the caller reports
         return False
+    return isinstance(content, dict) and "_class_name" in content
 
 
 def with_tokenizer(opened: Opened) -> Opened:

@@ -1,18 +1,21 @@
-"""Models that read images of any size, like the published DINOv2: their image processors set the size.
+"""DINOv2 and TransNeXt read images of any size: their image processors set it.
 
 `image_size` of facebook/dinov2-base is 518, and its image processor gives squares of 224 pixels.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, Dinov2ForImageClassification, Dinov2Model
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 import crosshead
+import transnext_toys
 from crosshead.common.errors import ConversionError, RecipeError
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications
 from crosshead.evals.inspect.inputs import Inputs
 from crosshead.evals.inspect.report import inspect_report
 from crosshead.evals.scoring.files import class_folders
@@ -21,6 +24,7 @@ from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.recipe import load_recipe
 from crosshead.recipes.schema.toy import write_toy_images
 from crosshead.recipes.train import train
+from crosshead.recipes.trainer.objectives import objective_of
 from image_toys import write_image_model, write_images
 
 LARGE, SIDE, PATCH = 28, 16, 4
@@ -68,6 +72,11 @@ def test_inspect_uses_the_size_of_the_processor(source, tmp_path):
 
 def recipe_of(source, tmp_path):
     """A recipe that continues the model on toy images."""
+    return load_recipe(write_recipe(source, tmp_path))
+
+
+def write_recipe(source, tmp_path):
+    """Write the recipe and its images; return its path."""
     write_toy_images(tmp_path / "images")
     content = {
         "output": str(tmp_path / "out"),
@@ -78,21 +87,53 @@ def recipe_of(source, tmp_path):
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(content))
-    return load_recipe(path)
+    return path
 
 
-def test_training_uses_the_size_of_the_processor(source, tmp_path):
-    recipe = recipe_of(source, tmp_path)
-    forward_tokens = []
-    model = AutoModelForImageClassification.from_pretrained(train(recipe).model)
-    model.dinov2.encoder.register_forward_pre_hook(lambda _, inputs: forward_tokens.append(inputs[0].shape[1]))
-    with torch.no_grad():
-        model(torch.zeros(1, 3, SIDE, SIDE))
-    assert forward_tokens == [1 + (SIDE // PATCH) ** 2]
-    small = dry_run(recipe, ONE_GPU)["memory_per_gpu"]["activations"]
+def test_training_uses_the_size_of_the_processor(source, tmp_path, monkeypatch):
+    recipe, shapes, stock = recipe_of(source, tmp_path), [], Dinov2Model.forward
+
+    def recording(self, pixel_values, **options):
+        shapes.append(tuple(pixel_values.shape[1:]))
+        return stock(self, pixel_values, **options)
+
+    monkeypatch.setattr(Dinov2Model, "forward", recording)
+    train(recipe)
+    assert set(shapes) == {(3, SIDE, SIDE)}
+    small = dry_run(recipe, ONE_GPU)
     processor = BitImageProcessorPil(size={"shortest_edge": 40}, crop_size={"height": LARGE, "width": LARGE})
     processor.save_pretrained(source)
-    assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["activations"] > 1.5 * small
+    large = dry_run(recipe, ONE_GPU)
+    assert large["parameters"] == small["parameters"]
+    with torch.device("meta"):
+        model = Dinov2ForImageClassification(AutoConfig.from_pretrained(source))
+        images = [torch.zeros(1, 3, side, side) for side in (SIDE, LARGE)]
+    for report, image in zip((small, large), images, strict=True):
+        forward = multiplications(partial(model, image))
+        assert report["training_flops_per_sample"] == TRAINING_PASSES * FLOPS * forward
+    assert large["memory_per_gpu"]["activations"] > 1.5 * small["memory_per_gpu"]["activations"]
+
+
+@pytest.mark.parametrize("model_type", ["crosshead_dinov2", "crosshead_vit"])
+def test_dry_run_needs_no_model(model_type, tmp_path):
+    """The model of a recipe may be made later; the processor, and for DINOv2 the size, are unknown until then."""
+    content = json.loads((recipe_file := write_recipe(tmp_path / "nowhere", tmp_path)).read_text())
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    content["model"]["config"] = {"model_type": model_type, "image_size": LARGE, "patch_size": PATCH, **sizes}
+    recipe_file.write_text(json.dumps(content))
+    report = dry_run(load_recipe(recipe_file), ONE_GPU)
+    assert report["counted_from"] == "model.config" and report["training_flops_per_sample"] > 0
+
+
+def test_training_reads_transnext_images_of_the_size_of_the_processor(tmp_path):
+    model = transnext_toys.model_of({}, image_size=96, num_labels=4)
+    model.save_pretrained(tmp_path / "source")
+    processor = BitImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
+    processor.save_pretrained(tmp_path / "source")
+    recipe = recipe_of(tmp_path / "source", tmp_path)
+    objective = objective_of(recipe)
+    data = objective.open_data(objective.load_processor(), model.config, lambda *_: None)
+    assert data.samples(4, 0)[0]["pixel_values"].shape == (3, 64, 64)
 
 
 def test_training_without_a_fixed_size_is_refused(source, tmp_path):

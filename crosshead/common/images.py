@@ -84,10 +84,15 @@ def model_image(file: Path, processor: Any, config: Any, place: str) -> torch.Te
 
 def check_shape(actual: Sequence[int], config: Any, place: str, error_type: type[ValueError]) -> None:
     """Raise `error_type` unless the model reads pixel values of the shape that its image processor gives."""
-    shape = image_shape(config)
-    checked = 1 if reads_any_size(config) else 3
-    if tuple(actual)[:checked] != shape[:checked]:
+    shape, gives = image_shape(config), tuple(actual)
+    if reads_any_size(config):
+        if gives[0] != shape[0]:
+            raise error_type(
+                f"the image processor {place} gives {gives[0]} channels, but the model reads {shape[0]}: use the "
+                "model's own preprocessor_config.json"
+            )
+    elif gives != shape:
         raise error_type(
-            f"the image processor {place} gives pixel values of shape {list(actual)}, but the model reads "
+            f"the image processor {place} gives pixel values of shape {list(gives)}, but the model reads "
             f"{list(shape)}: use the model's own preprocessor_config.json"
         )

@@ -25,12 +25,21 @@ def encoder_cost(model: Any, length: int) -> Cost:
         if length > maximum:
             raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
         inputs = torch.zeros(1, length, dtype=torch.long, device="meta")
+    return _single_pass_cost(model, forward_multiplications(model, inputs), length)
+
+
+def forward_multiplications(model: Any, *inputs: Any, **named_inputs: Any) -> int:
+    """Return the number of multiplications of a forward pass on the meta device."""
     windows: list[int] = []
-    for module in model.modules():
-        if isinstance(module, CrossheadAggregatedAttention):
-            module.register_forward_hook(lambda layer, inputs, _: windows.append(_window_products(layer, inputs[0])))
-    forward = multiplications(lambda: model(inputs))
-    return _single_pass_cost(model, forward + sum(windows), length)
+    hooks = [
+        module.register_forward_hook(lambda layer, arguments, _: windows.append(_window_products(layer, arguments[0])))
+        for module in model.modules()
+        if isinstance(module, CrossheadAggregatedAttention)
+    ]
+    forward = multiplications(lambda: model(*inputs, **named_inputs))
+    for hook in hooks:
+        hook.remove()
+    return forward + sum(windows)
 
 
 def dit_cost(config: DiTConfig, length: int) -> Cost:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from crosshead.modeling.backbones.t5 import PARTS
+
 from .dit_config import DiTConfig
 from .model import model_cost
 
@@ -72,7 +74,9 @@ def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
             continue  # an encoder has no cache and does not decode
         change = f"{overhead[name]:+.2%}" if name in overhead else ""
         rows.append([label, f"{cost[name]:,}", f"{stock[name]:,}", change])
+    mixers = report["mixers"]
+    has_mechanisms = any(mixers.values()) if set(PARTS) & mixers.keys() else bool(mixers)
     first, others = max(map(len, LABELS.values())), max(len(row[1]) for row in rows)
     for label, *cells in rows:
-        columns = cells if cost != stock else cells[:1]
+        columns = cells if has_mechanisms else cells[:1]
         yield "  ".join([label.ljust(first), *(cell.rjust(others) for cell in columns)]).rstrip()

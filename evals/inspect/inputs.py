@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import EvalError
-from crosshead.common.images import model_image, open_processor
+from crosshead.common.images import model_image, open_processor, reads_any_size
 
 from ..open_model import Opened, check_tokens
 from .backbones import DIT, IMAGE, TARGET, TEXT, Backbone, patch_grid
@@ -152,9 +152,15 @@ def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: s
     patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in patches.tolist())]
     if len(tokens) > MAXIMUM_TOKENS:
+        advice = "set a smaller size in its preprocessor_config.json"
+        if not reads_any_size(config):
+            advice = (
+                f"use a model with larger patches than patch_size={config.patch_size}, or smaller images than "
+                f"image_size={config.image_size}"
+            )
         raise EvalError(
-            f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
-            f"model with larger patches than patch_size={config.patch_size}, or smaller images"
+            f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: "
+            f"{advice}"
         )
     positions = torch.cat([torch.full((special, 2), torch.nan), patches.float()])
     image = {"rows": rows, "columns": columns, "special": special, "picture": pack_picture(colours)}

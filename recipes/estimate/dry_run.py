@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, on_meta, parameter_counts
-from crosshead.evals.cost.model import model_cost, usual_length
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, on_meta, parameter_counts
+from crosshead.evals.cost.encoder import forward_multiplications
+from crosshead.evals.cost.model import model_cost
 
 from ..schema.model_config import (
     CLASS_COUNT,
@@ -118,20 +119,25 @@ def _new_diffusion_model(recipe: Recipe, config: Any) -> Any:
 def _counts(recipe: Recipe, config: Any, model: Any) -> dict[str, int]:
     """Return parameters, FLOPs and, for a decoder, KV-cache bytes per token, for a classifier, its classes."""
     unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
-    if recipe.objective.auto_class in (DECODERS, CLASSIFIERS):
-        is_decoder = recipe.objective.auto_class == DECODERS
-        cost = model_cost(config, recipe.data.length if is_decoder else usual_length(config, 1))
-        flops = cost.training_flops if is_decoder else TRAINING_PASSES * cost.input_flops
-        counts = {"kv_bytes_per_token": cost.kv_bytes_per_token} if is_decoder else {"classes": config.num_labels}
+    if recipe.objective.auto_class == DECODERS:
+        cost = model_cost(config, recipe.data.length)
+        flops, counts = cost.training_flops, {"kv_bytes_per_token": cost.kv_bytes_per_token}
         counts |= {"parameters": cost.parameters, "new_parameters": cost.new_parameters}
     else:
-        example = objective_of(recipe).example(config, 1)
-        inputs = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in example.items()}
-        flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
+        inputs = {name: _on_meta(part, model.dtype) for name, part in objective_of(recipe).example(config, 1).items()}
+        flops = TRAINING_PASSES * FLOPS * forward_multiplications(model, **inputs)
         flops //= recipe.data.length if recipe.counts_tokens else 1
         counted = parameter_counts(model)
-        counts = {key: counted[key] for key in ("parameters", "new_parameters")}
+        counts = {"classes": config.num_labels} if recipe.objective.auto_class == CLASSIFIERS else {}
+        counts |= {key: counted[key] for key in ("parameters", "new_parameters")}
     return counts | {f"training_flops_per_{unit}": flops, "training_flops": flops * amount}
+
+
+def _on_meta(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor on the meta device, with `dtype` if it has floating-point numbers; other values unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to("meta", dtype if value.is_floating_point() else value.dtype)
 
 
 def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, float]]:

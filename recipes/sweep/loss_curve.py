@@ -6,6 +6,7 @@ effect of outliers such as spikes.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
@@ -91,18 +92,26 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
     return LossCurve(tuple(step * run.per_step for step, _ in after), tuple(loss for _, loss in after))
 
 
-def spikes_and_divergence(run: Recipe) -> tuple[int, str]:
-    """Return the number of spikes in the training loss of a run, and why the run counts as diverged, or "".
+def count_spikes(run: Recipe) -> int:
+    """Return the number of spikes in the training loss of a run."""
+    monitor = LossMonitor(run.loss_changes)
+    with suppress(DivergedError):
+        monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
+    return monitor.spikes
 
-    A short run counts as diverged if the loss is too high for a tenth of its steps, even if it fell again: a power law
-    does not describe its curve.
+
+def divergence(run: Recipe) -> str:
+    """Return why a run counts as diverged, or "".
+
+    In a short run, a loss that is too high for a tenth of the run is enough: a power law does not describe the curve,
+    even if the loss fell again.
     """
-    monitor = LossMonitor(run.loss_changes, min(PATIENCE, max(MIN_PATIENCE, run.steps // 10)))
     try:
+        monitor = LossMonitor(run.loss_changes, min(PATIENCE, max(MIN_PATIENCE, run.steps // 10)))
         monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
     except DivergedError as error:
-        return monitor.spikes, str(error)
-    return monitor.spikes, ""
+        return str(error)
+    return ""
 
 
 def final_rise(run: Recipe) -> float:

@@ -4,8 +4,8 @@ Multi-head Explicit Attention (section 5.1.2, appendices D and E) chooses, for e
 permanent jump of the loss, and reports that it also has the lowest final loss. Rules that the paper does not give:
 
 - A run is stable if all its losses are finite, it did not diverge, and its training loss did not rise towards the end
-  by more than noise. A run that recovered diverged, too, if its loss was too high for 20 consecutive steps or for a
-  tenth of the run. Shorter spikes are counted, but do not make a run unstable.
+  by more than noise. A run also counts as diverged if its loss was too high for a tenth of its steps in a row (at
+  least 3, at most 20), even if it fell again. Shorter spikes are counted, but do not make a run unstable.
 - The largest stable rate is chosen. If the fitted loss of a smaller rate is lower by more than `ERRORS` standard
   errors of the difference, the report names that rate as `lower`.
 - Curves begin after the warmup.
@@ -144,14 +144,13 @@ def _read_marker(path: Path) -> dict[str, Any]:
 def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
     """Evaluate a finished run: stability, spikes and fitted power law; `diverged` is the error of a diverged run."""
     curve, rise = curves.loss_curve(run, kind), curves.final_rise(run)
-    spikes, blow_up = curves.spikes_and_divergence(run)
-    reason = diverged or blow_up or (f"the loss rose {rise:.2f} above its minimum" if rise else "")
+    reason = diverged or curves.divergence(run) or (f"the loss rose {rise:.2f} above its minimum" if rise else "")
     if diverged is None and len(curve.losses) < curves.MIN_POINTS:
         raise RecipeError(
             f"{run.output} has {len(curve.losses)} losses after the warmup, too few for a curve: train on more tokens"
         )
     law = curves.fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None
-    return Attempt(run.train.learning_rate, run.output, reason, spikes, curve, law)
+    return Attempt(run.train.learning_rate, run.output, reason, curves.count_spikes(run), curve, law)
 
 
 def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Classes(Objective):
         is_free = self.recipe.model.path is not None and reads_any_size(config)
         return self.processed_shape(config) if is_free else image_shape(config)
 
+    def example_shape(self, config: Any) -> tuple[int, int, int]:
+        """The shape, for an estimate from `config`: the model of the recipe may not be here yet."""
+        path = self.recipe.model.path
+        return self.shape if path and Path(path).is_dir() and reads_any_size(config) else image_shape(config)
+
     @cached_property
     def processor(self) -> Any:
         """The model's image processor; for a model from scratch, a new one."""
@@ -99,7 +105,7 @@ class Classes(Objective):
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
         """Return blank images."""
-        return {"pixel_values": torch.zeros(rows, *self.shape)}
+        return {"pixel_values": torch.zeros(rows, *self.example_shape(config))}
 
     def logits(self, config: Any) -> int:
         """Return the number of classes."""

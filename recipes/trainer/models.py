@@ -208,7 +208,8 @@ def _load(
     missing = sorted(tensor for tensor in report["missing_keys"] if not is_replaced(tensor))
     if missing:
         lacks = f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}"
-        if any(tensor.startswith(f"{model.base_model_prefix}.") for tensor in missing):
+        prefix = model.base_model_prefix
+        if prefix not in dict(model.named_children()) or any(tensor.startswith(f"{prefix}.") for tensor in missing):
             raise RecipeError(lacks)
         new = ", or train a new classifier with objective.new_classifier=true" if auto_class == CLASSIFIERS else ""
         raise RecipeError(f"{lacks}: use a checkpoint that was saved by {type(model).__name__}{new}")

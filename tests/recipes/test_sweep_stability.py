@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from crosshead.recipes.sweep import sweep as module
-from crosshead.recipes.sweep.loss_curve import TRAINING, final_rise, spikes_and_divergence
+from crosshead.recipes.sweep.loss_curve import TRAINING, count_spikes, divergence, final_rise
 from crosshead.recipes.sweep.sweep import sweep_runs
+from crosshead_command.sweep import _lines
 from toy_sweeps import STEPS, losses_of, sweep_recipe, write_metrics
 
 
@@ -24,8 +25,7 @@ def test_spike_is_stable_but_lasting_rise_is_not(recipe):
     for values, rises, spiked in ((losses, False, False), (passed, False, True), (risen, True, True)):
         write_metrics(run, values)
         assert (final_rise(run) > 0.5) == rises and (final_rise(run) == 0) == (not rises)
-        spikes, divergence = spikes_and_divergence(run)
-        assert (spikes > 0) == spiked and divergence == ""
+        assert (count_spikes(run) > 0) == spiked and divergence(run) == ""
         assert module.judge(run, TRAINING, None).stable == (not rises)
 
 
@@ -38,6 +38,9 @@ def test_short_run_that_recovered_from_a_blow_up_is_not_stable(recipe):
     attempt = module.judge(run, TRAINING, None)
     assert not attempt.stable and attempt.error.startswith("the loss diverged: 20.20 at step 6, and 6.23 before")
     assert attempt.curve.last_loss == pytest.approx(np.mean(losses[-7:]))
+    report = module._report(recipe, TRAINING, [attempt])
+    line = [*_lines(report)][1]
+    assert f"  {attempt.curve.last_loss:.4f}  " in line and line.endswith("  the loss diverged")
     write_metrics(run, [6.23, 13.9, 18.8, *np.linspace(6.2, 5.1, 37).tolist()])  # a spike of two steps
     assert module.judge(run, TRAINING, None).stable
 
