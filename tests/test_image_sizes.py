@@ -14,6 +14,7 @@ from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPi
 
 import crosshead
 import transnext_toys
+from broken import edit_json, run
 from crosshead.common.errors import ConversionError, RecipeError
 from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications
 from crosshead.evals.inspect.inputs import Inputs
@@ -26,6 +27,7 @@ from crosshead.recipes.schema.toy import write_toy_images
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.objectives import objective_of
 from image_toys import write_image_model, write_images
+from toy_checkpoints import write_stock
 
 LARGE, SIDE, PATCH = 28, 16, 4
 """Side of the images in pretraining, of those that the processor gives, and of a patch."""
@@ -38,6 +40,11 @@ def source(tmp_path):
     processor = BitImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": SIDE, "width": SIDE})
     processor.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_cli(capfd, monkeypatch):
+    return partial(run, capfd, monkeypatch)
 
 
 def without_crop(folder):
@@ -159,3 +166,38 @@ def test_file_that_is_no_image_is_named_without_python_objects(source, tmp_path)
     (tmp_path / "images" / "0_degrees" / "new.png").write_bytes(b"no image")
     with pytest.raises(RecipeError, match=r"new\.png cannot be read as an image: Pillow does not know its format: "):
         train(recipe)
+
+
+@pytest.mark.parametrize("backbone", ["dinov2", "transnext"])
+def test_cost_of_an_image_of_another_size(source, backbone, run_cli, tmp_path):
+    """Each count but that of weights is the one of a model whose config names this size."""
+    if backbone == "transnext":
+        transnext_toys.model_of({}, image_size=96, num_labels=4).save_pretrained(source)
+
+    def report(arguments):
+        status, out, _ = run_cli(f"cost {source} --json {arguments}")
+        assert status == 0
+        return json.loads(out)
+
+    side = {"dinov2": SIDE, "transnext": 64}[backbone]
+    large, small = report(""), report(f"--image-size {side}")
+    edit_json(source, "config.json", image_size=side)
+    named = report("")
+    assert small["length"] == named["length"] == (side // PATCH) ** 2 + (backbone == "dinov2")
+    assert small["cost"]["parameters"] == large["cost"]["parameters"]
+    work = [count for count in named["cost"] if count.endswith(("multiplications", "flops"))]
+    assert small["cost"]["input_flops"] < large["cost"]["input_flops"]
+    assert [small["cost"][count] for count in work] == [named["cost"][count] for count in work]
+
+
+def test_cost_of_a_wrong_image_size_is_refused(source, run_cli, tmp_path):
+    write_image_model(tmp_path / "vit", "ViT")
+    write_stock(tmp_path / "text")
+    for model, size, word in (
+        (source, 3, "from 4"),
+        (tmp_path / "vit", 64, "one size"),
+        (tmp_path / "text", 64, "not read"),
+    ):
+        status, out, err = run_cli(f"cost {model} --image-size {size}")
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert f"image_size={size}" in err and word in err

@@ -84,6 +84,7 @@ CASES = {
     "cost": (2, "cost [OPTIONS]"),
     "cost none": (1, "none"),
     "cost source --length 0": (1, "length"),
+    "cost source --image-size 224": (1, "image_size=224"),
     "cost source --length 99999999999": (1, "length=99999999999"),
     "cost source --mixer mixture:active_heads=9": (1, "active_heads=9"),
     "convert source out.gguf --mixer knocking": (1, "out.gguf"),

@@ -25,6 +25,10 @@ def cost(
             "that is shorter; for an image or latent its number of tokens."
         ),
     ] = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(help="Height and width of the image, for DINOv2 and TransNeXt. Default: that of the config."),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -40,7 +44,8 @@ def cost(
     from crosshead.evals.cost.report import cost_lines, cost_report
 
     config = _config(model, mixer or [], revision)
-    report = {"model": model} | cost_report(config, usual_length(config) if length is None else length)
+    length = usual_length(config, image_size=image_size) if length is None else length
+    report = {"model": model} | cost_report(config, length, image_size)
     print(json.dumps(report, indent=2) if as_json else "\n".join(cost_lines(report)))
 
 

@@ -21,9 +21,17 @@ ANY_SIZE = ("dinov2", "transnext")
 the pretraining, and the image processor usually gives another one."""
 
 
-def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the images that the config of a vision transformer names."""
-    size = config.image_size
+def image_shape(config: Any, size: int | None = None) -> tuple[int, int, int]:
+    """Channels, height and width of the images that the config of a vision transformer names, or of another size."""
+    if size is not None and not reads_any_size(config):
+        raise ValueError(
+            f"image_size={size} is not allowed: a {config.model_type} model reads images of one size, "
+            f"{config.image_size}"
+        )
+    least = getattr(config, "patch_size", 1)
+    if size is not None and size < least:
+        raise ValueError(f"image_size={size} is not allowed: use a number of pixels from {least}")
+    size = config.image_size if size is None else size
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return config.num_channels, height, width
 

@@ -15,11 +15,11 @@ from .counting import TRAINING_PASSES, Cost, multiplications, parameter_counts, 
 from .dit_config import DiTConfig
 
 
-def encoder_cost(model: Any, length: int) -> Cost:
+def encoder_cost(model: Any, length: int, image_size: int | None = None) -> Cost:
     """Return the cost of an encoder with the head that its config names, for inputs of `length` tokens."""
     if hasattr(model.config, "image_size"):
-        _check_tokens(length, image_tokens(model), "an image")
-        inputs = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
+        _check_tokens(length, image_tokens(model, image_size), "an image")
+        inputs = _image(model, image_size)
     else:
         maximum = getattr(model.config, "max_position_embeddings", length)
         if length > maximum:
@@ -60,13 +60,16 @@ def _single_pass_cost(model: Any, forward: int, length: int, copied: int = 0) ->
     return Cost(**parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward))
 
 
-def image_tokens(model: Any) -> int:
+def image_tokens(model: Any, image_size: int | None = None) -> int:
     """Return the number of patches and special tokens of an image; with stages, the patches of the first stage."""
-    base = model.base_model
-    image = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
+    base, image = model.base_model, _image(model, image_size)
     if hasattr(base, "patch_embed1"):
         return int(base.patch_embed1(image)[0].shape[1])
     return int(base.embeddings(image).shape[1])
+
+
+def _image(model: Any, image_size: int | None) -> torch.Tensor:
+    return torch.empty(1, *image_shape(model.config, image_size), dtype=model.dtype, device="meta")
 
 
 def _check_tokens(length: int, tokens: int, what: str) -> None:

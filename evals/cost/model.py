@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from crosshead.common.images import image_shape
 from crosshead.modeling.cache import CACHE
 
 from .counting import ATTENTION, EXPERTS, TRAINING_PASSES, Cost, multiplications, on_meta, parameter_counts, work
@@ -32,8 +33,12 @@ NOT_COUNTED = ("_modules", "_forward_hooks", "layer_idx")
 """Attributes of modules that differ between equal layers and do not affect the cost."""
 
 
-def model_cost(config: Any, length: int) -> Cost:
-    """Return the cost of a stock or crosshead model for texts of `length` tokens."""
+def model_cost(config: Any, length: int, image_size: int | None = None) -> Cost:
+    """Return the cost of a stock or crosshead model for texts of `length` tokens, or an image of `image_size` pixels.
+
+    Only DINOv2 and TransNeXt read images of another size than their config names.
+    """
+    check_image_size(config, image_size)
     if not 1 <= length <= MAX_LENGTH:
         raise ValueError(f"length={length} is not allowed: use 1 to {MAX_LENGTH:,} tokens")
     if isinstance(config, DiTConfig):
@@ -43,7 +48,7 @@ def model_cost(config: Any, length: int) -> Cost:
         return _seq2seq_cost(model, length)
     if model.can_generate() or hasattr(model.base_model, "rotary_emb"):  # a decoder with any head, or without one
         return _decoder_cost(model, length)
-    return encoder_cost(model, length)
+    return encoder_cost(model, length, image_size)
 
 
 def _decoder_cost(model: Any, length: int) -> Cost:
@@ -93,12 +98,21 @@ def _kind(attention: Any) -> str:
     return re.sub(r"layer_index=\d+", "", str(attributes))
 
 
-def usual_length(config: Any, length: int = LENGTH) -> int:
+def check_image_size(config: Any, image_size: int | None) -> None:
+    """Raise `ValueError` if an image size is given, and the model does not read images, or not of this size."""
+    if image_size is not None:
+        if not hasattr(config, "image_size"):
+            raise ValueError(f"image_size={image_size} is not allowed: the model does not read images")
+        image_shape(config, image_size)
+
+
+def usual_length(config: Any, length: int = LENGTH, image_size: int | None = None) -> int:
     """Return the number of tokens of an image or a latent, or of a text: `length`, but at most the context length."""
+    check_image_size(config, image_size)
     if isinstance(config, DiTConfig):
         return config.tokens
     if hasattr(config, "image_size"):
-        return image_tokens(on_meta(config))
+        return image_tokens(on_meta(config), image_size)
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return min([length, *(limit for limit in limits if limit is not None)])
 

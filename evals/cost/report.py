@@ -31,10 +31,13 @@ LABELS = {
 }
 
 
-def cost_report(config: Any, length: int) -> dict[str, Any]:
-    """Return the cost of a crosshead config, of the same config without mechanisms, and the relative difference."""
+def cost_report(config: Any, length: int, image_size: int | None = None) -> dict[str, Any]:
+    """Return the cost of a crosshead config, of the same config without mechanisms, and the relative difference.
+
+    `length` and `image_size` are those of `model_cost`.
+    """
     stock_config = _without_mechanisms(config)
-    cost, stock = (asdict(model_cost(each, length)) for each in (config, stock_config))
+    cost, stock = (asdict(model_cost(each, length, image_size)) for each in (config, stock_config))
     return {
         "model_type": config.model_type,
         "mixers": config.mixers,
