@@ -19,6 +19,7 @@ from crosshead.common.model_location import (
     pretrained_arguments,
     split_revision,
 )
+from crosshead.common.plain_text import has_vocabulary
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -86,7 +87,7 @@ def _is_diffusion_model(folder: Path) -> bool:
 def with_tokenizer(opened: Opened) -> Opened:
     """Return the model with its tokenizer, which must have a vocabulary."""
     tokenizer = from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
-    if not tokenizer.encode("a word", add_special_tokens=False):
+    if not has_vocabulary(tokenizer):
         raise EvalError(f"{opened.name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
     return replace(opened, tokenizer=tokenizer)
 

@@ -47,11 +47,3 @@ def size(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.3g}{unit}" if number < 100 * limit else f"{number / limit:.0f}{unit}"
     return f"{number:.0f}"
-
-
-def volume(number: int) -> str:
-    """A number of bytes with a binary unit."""
-    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return f"{number} bytes"

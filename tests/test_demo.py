@@ -267,7 +267,7 @@ def restore_sigint():
 
 @pytest.mark.slow
 def test_tiny_demo_resumes_after_two_interrupts(tmp_path):
-    goes_on = "crosshead: interrupted: run the same command again; finished work is kept"
+    goes_on = "crosshead: interrupted: run the same command again to continue"
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
     made, table = completed_demo(tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.fingerprint import model_fingerprint
 from crosshead.common.model_location import expand_home
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
@@ -159,6 +160,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
+        "fingerprint": None if (folder := folder_of(model)) is None else model_fingerprint(folder),
         "reload": _reload(on_cpu, model, after, prompts, load_processor(source)),
     }
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.file_bytes import byte_size
 
 from ..sources.model_folder import CONFIG, FOLDERS, model_files, write_json
 from ..sources.tensor_store import Entry
@@ -188,7 +189,7 @@ class AtomicOutput:
         if error.errno not in _FULL:
             return ConversionError(f"{self._target} cannot be written: {error}")
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        done = f"{_gigabytes(written)} of {_gigabytes(self._total)}"
+        done = f"{byte_size(written)} of {byte_size(self._total)}"
         return ConversionError(f"{self._target} cannot be written: the disk was full after {done}; free some space")
 
     def _read_journal(self) -> tuple[dict[str, Any], dict[str, Digests]]:
@@ -265,7 +266,7 @@ def check_free(work: Path, target: Path, needed: int) -> None:
     free = shutil.disk_usage(work).free
     if needed > free:
         raise ConversionError(
-            f"{target} needs {_gigabytes(needed)}, but its disk has {_gigabytes(free)} free: free some space, or "
+            f"{target} needs {byte_size(needed)}, but its disk has {byte_size(free)} free: free some space, or "
             "choose another disk"
         )
 
@@ -277,7 +278,3 @@ def check_apart(sources: Iterable[Path], target: Path) -> None:
         origin = source.resolve()
         if origin == resolved or origin in resolved.parents or resolved in origin.parents:
             raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3f} GB"

@@ -128,7 +128,7 @@ def main() -> None:
         status = _status_of(error, debug)
     if status == INTERRUPTED:  # also the status that some versions of typer return for Ctrl-C
         if not message and RESUMABLE.intersection(arguments[:1]):
-            message = "run the same command again; finished work is kept"
+            message = "run the same command again to continue"
         status, word = (TERMINATED, "terminated") if signals else (INTERRUPTED, "interrupted")
         complain(f"{word}: {message}" if message else word, status)
     sys.exit(status if isinstance(status, int) else 0)

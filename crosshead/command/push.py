@@ -20,13 +20,13 @@ def push(
 ) -> None:
     """Upload a model to the Hub after checking that it loads.
 
-    The model must load without crosshead, and its files must contain no pickle, no path of this machine and no access
-    token. Repeat the command to continue an interrupted upload. For example:
+    The model must load without crosshead, and its files must contain no pickle, no path of this machine, no access
+    token and no results of older weights. Repeat the command to continue an interrupted upload. For example:
 
     crosshead push models/mine me/mine --dry-run
     """
+    from crosshead.common.file_bytes import byte_size
     from crosshead.common.model_location import is_hub_id
-    from crosshead.model_cards.tables import volume
 
     if not is_hub_id(repository):
         message = f"{repository!r} is not a valid Hub id: use one such as organisation/model"
@@ -34,9 +34,9 @@ def push(
     files = checked(model, trust_remote_code)
     if dry_run:
         for name, size in files.items():
-            typer.echo(f"{volume(size):>12}  {name}")
+            typer.echo(f"{byte_size(size):>12}  {name}")
         kind = "public" if public else "private"
-        typer.echo(f"{volume(sum(files.values())):>12}  to {repository}, {kind}, as {release()}")
+        typer.echo(f"{byte_size(sum(files.values())):>12}  to {repository}, {kind}, as {release()}")
         return
     publish(model, repository, not public)
 
@@ -66,12 +66,13 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     from crosshead.conversion.calibration.images import random_pixels
     from crosshead.conversion.sources.model_folder import foreign_code
     from crosshead.conversion.verification.reload import reload_check
-    from crosshead.model_cards.facts import CONFIG, read_json
+    from crosshead.model_cards.facts import CONFIG, read_facts, read_json
     from crosshead.model_cards.published import check_folder
 
     if (folder / CONFIG).is_file() and "_class_name" in read_json(folder / CONFIG):
         raise ValueError(f"{folder} is a model of diffusers, which push cannot check: upload it with `hf upload`")
     files = check_folder(folder, TOKEN)
+    read_facts(folder, ())  # refuses results of other weights
     code = foreign_code(folder)
     if code is not None and not trust_remote_code:
         raise ValueError(

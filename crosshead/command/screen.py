@@ -133,7 +133,9 @@ def dropped_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Lines with the plan of a dry run: sizes, and every tensor that is not copied."""
-    yield f"{report['bytes'] / 1e9:.3f} GB to write"
+    from crosshead.common.file_bytes import byte_size
+
+    yield f"{byte_size(report['bytes'])} to write"
     before, after = (report[f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
     if before:  # an encoder has no cache
         yield f"KV cache: {before} bytes per token before, {after} after"

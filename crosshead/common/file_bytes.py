@@ -1,4 +1,7 @@
-"""Reads byte ranges of files without mmap, because mapped pages would count as memory of this process."""
+"""Reads byte ranges of files without mmap, because mapped pages would count as memory of this process.
+
+Also formats a number of bytes.
+"""
 
 import os
 import stat
@@ -10,6 +13,13 @@ from .errors import ConversionError
 
 CHUNK = 1 << 20
 """Bytes per read: a multiple of every item size, small enough for the CPU cache."""
+UNITS = ("KiB", "MiB", "GiB")
+
+
+def byte_size(count: int) -> str:
+    """A number of bytes in the largest unit in which it is at least 1."""
+    power = min(len(UNITS), max(0, count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:,.2f} {UNITS[power - 1]}" if power else f"{count} bytes"
 
 
 @contextmanager

@@ -71,6 +71,14 @@ def _with_text(message: dict[str, Any], location: str, error_type: type[ValueErr
     return message | {"content": "".join(part["text"] for part in parts)}
 
 
+def has_vocabulary(tokenizer: Any) -> bool:
+    """Whether a tokenizer has words; for a folder without tokenizer files, transformers creates one that has none.
+
+    Such a tokenizer has special tokens, and T5's also the space.
+    """
+    return len(tokenizer) - len(set(tokenizer.all_special_ids)) > 1
+
+
 def start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
     return _special(tokenizer, 1)

@@ -99,6 +99,8 @@ def class_of(config: Any, label: Any, where: str) -> int:
     matches = [index for index, name in names.items() if name == label]
     if not matches and isinstance(label, str) and label.isascii() and label.isdigit():
         label = int(label)
+    if isinstance(label, float) and label.is_integer():  # pandas writes 1.0 if a column has missing values
+        label = int(label)
     if not matches and isinstance(label, int) and not isinstance(label, bool) and label in names:
         matches = [label]
     if len(matches) > 1:

@@ -76,8 +76,10 @@ def renumber(inputs: ImageInputs, order: Sequence[str], names: Sequence[str]) ->
 def check_classes(source: str, classes: Sequence[str], first: str, expected: Sequence[str]) -> None:
     """Raise `RecipeError` if two sources have different classes."""
     if len(classes) != len(expected):
+        different = sorted(set(classes) ^ set(expected))
+        which = f" (only one of them has {different[0]!r})" if different else ""
         raise RecipeError(
-            f"{source} has {len(classes)} classes, but {first} has {len(expected)}: use the same classes"
+            f"{source} has {len(classes)} classes, but {first} has {len(expected)}{which}: use the same classes"
         )
     for name, expected_name in zip(classes, expected, strict=True):
         if name != expected_name:

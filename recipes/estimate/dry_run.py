@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.file_bytes import byte_size
 from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, on_meta, parameter_counts
 from crosshead.evals.cost.encoder import forward_multiplications
 from crosshead.evals.cost.model import model_cost
@@ -63,7 +64,6 @@ PARTS = {
     "logits": "logits, estimated",
     "total": "in all",
 }
-UNITS = ("bytes", "KiB", "MiB", "GiB")
 FIGURE = 22
 
 
@@ -234,18 +234,12 @@ def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for key, text in PARTS.items():
         size = report["memory_per_gpu"][key]
         if size:
-            yield f"{'  ' + text:{label}}{_bytes(size):>{FIGURE}}"
+            yield f"{'  ' + text:{label}}{byte_size(size):>{FIGURE}}"
     yield from _notes(report)
 
 
 def _count(number: int) -> str:
     return f"{number:,}" if number < 10**15 else f"{number:.4g}"
-
-
-def _bytes(size: int) -> str:
-    """Format a size in the largest unit in which it is at least 1."""
-    power = min(3, max(0, size.bit_length() - 1) // 10)
-    return f"{size / 1024**power:,.2f} {UNITS[power]}"
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:

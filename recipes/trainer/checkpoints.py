@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import RecipeError, one_line, os_errors
+from crosshead.common.file_bytes import byte_size
 from crosshead.common.posix import lock_file
 
 from .process_group import is_main_process
@@ -135,7 +136,7 @@ def writing(name: str, output: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        free = shutil.disk_usage(output).free / 1e9
+        free = byte_size(shutil.disk_usage(output).free)
         if is_main_process():
             shutil.rmtree(output / PARTIAL, ignore_errors=True)
         newest = next(iter(checkpoints(output)), None)
@@ -145,8 +146,7 @@ def writing(name: str, output: Path) -> Iterator[None]:
             raise
         reason = one_line(error) + ("" if is_main_process() else " (or the main process failed: see its message)")
         raise RecipeError(
-            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {reason}; the same command "
-            f"{advice}"
+            f"{name} could not be written to {output}, whose disk has {free} free: {reason}; the same command {advice}"
         ) from error
 
 

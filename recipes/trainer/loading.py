@@ -7,6 +7,7 @@ from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.fingerprint import files_digest
 from crosshead.common.model_location import LOADER_STATE, check_layers, pretrained_arguments
+from crosshead.common.plain_text import has_vocabulary
 
 from ..schema.model_config import check_model_type, model_config
 from ..schema.recipe import Recipe
@@ -27,6 +28,8 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise RecipeError(
             f"the tokenizer of {key}={name}, {kind}, has no tokenizer.json (a fast version): use one that has"
         )
+    if not has_vocabulary(tokenizer):
+        raise RecipeError(f"{key}={name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
     # Some settings become entries of the vocabulary, so that an access token in them could not be removed later.
     if without_tokens(tokenizer.init_kwargs)[1]:
         raise RecipeError(

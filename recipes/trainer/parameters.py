@@ -1,5 +1,6 @@
 """Trainable parameters, optimizer groups and learning-rate schedule."""
 
+import warnings
 from collections.abc import Collection
 from math import cos, pi
 from typing import Any
@@ -58,7 +59,9 @@ def _add_lora(model: Any, options: LoraOptions) -> Any:
         modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in part for part in parameters)],
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft reads an attribute that transformers deprecates
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def has_lora(model: Any) -> bool:

@@ -15,7 +15,7 @@ from ..data.corruption import Corruption, cut_spans, masked_tokens, span_sizes
 from ..data.training_data import TrainingData, open_data
 from ..schema.recipe import Recipe
 from .load_balance import HeadRouting
-from .loading import load_tokenizer
+from .loading import initial_config, load_tokenizer
 from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores, count_predictions
 
 ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
@@ -33,7 +33,8 @@ class TextObjective(Objective):
     """Base class of the objectives on text."""
 
     def load_processor(self) -> Any:
-        """Load the tokenizer."""
+        """Load the tokenizer, after a check of the model's type: a model of images has none."""
+        initial_config(self.recipe)
         return load_tokenizer(self.recipe)
 
     def complete_config(self, config: Any, processor: Any) -> None:

@@ -60,14 +60,14 @@ def test_output_larger_than_free_space_is_refused(tmp_path, monkeypatch):
     free = 600
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
-    assert re.search(r"needs 0.000 GB, but its disk has 0.000 GB free", refusal(tmp_path / "out"))
+    assert re.search(r"needs 1.03 KiB, but its disk has 600 bytes free", refusal(tmp_path / "out"))
     with (
-        pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
+        pytest.raises(ConversionError, match=r"needs 601 bytes, .* 600 bytes free"),
         atomic_output(tmp_path / "out", ONE, False) as output,
     ):
         output.check_space(601, 0)
     with (
-        pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
+        pytest.raises(ConversionError, match=r"needs 601 bytes, .* 600 bytes free"),
         atomic_output(tmp_path / "out", ONE, False) as output,
     ):
         output.check_space(400, 201)

@@ -1,5 +1,7 @@
 """`crosshead eval --data` refuses bad data with one clear line that names the file and the row."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -30,6 +32,10 @@ def models(tmp_path_factory):
     scoring_toys.write_t5(folder / "t5")
     scoring_toys.write_t5(folder / "sentinels")
     scoring_toys.toy_tokenizer().save_pretrained(folder / "sentinels")
+    for model in ("masked", "t5"):
+        shutil.copytree(folder / model, folder / f"{model}-alone")
+        for file in (folder / f"{model}-alone").glob("tokenizer*"):
+            file.unlink()
     write_image_model(folder / "vit")
     write_image_model(folder / "twins", id2label={0: "a", 1: "b", 2: "a"})
     write_image_model(folder / "blind")
@@ -113,6 +119,8 @@ CASES = {
     "masked --data zero.txt": ["zero.txt", "binary"],
     "masked --data one.txt": ["one.txt", "2 tokens"],
     "masked --data nothing": ["nothing", ".txt"],
+    "masked-alone --data text.txt": ["masked-alone", "no tokenizer with a vocabulary"],
+    "t5-alone --data text.txt": ["t5-alone", "no tokenizer with a vocabulary"],
     "narrow --data text.txt": ["narrow", "0 tokens"],
     "masked unmasked --data text.txt": ["unmasked", "mask_token"],
     "sentinels --data text.txt": ["sentinels", "<extra_id_0>"],

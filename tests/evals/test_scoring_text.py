@@ -80,7 +80,7 @@ def test_text_pairs_and_class_names(run_eval, tmp_path):
     scoring_toys.write_classifier(tmp_path / "stock", num_labels=4, id2label=names)
     crosshead.convert(tmp_path / "stock", tmp_path / "model", {"knocking": {}}, verify=False)
     labels = classes(COUNT, 4)
-    rows = labelled([names[label] for label in labels], premise=4, hypothesis=5)
+    rows = labelled([1.0 if label == 1 else names[label] for label in labels], premise=4, hypothesis=5)  # as pandas
     write_rows(tmp_path / "rows.jsonl", rows)
     report, _ = run_eval("stock model --data rows.jsonl --compare")
     assert AutoTokenizer.from_pretrained(tmp_path / "stock")("w5", "w6")["token_type_ids"] == [0, 0, 0, 1, 1]

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from card_toys import ROW, report
+import crosshead
+from card_toys import ROW, converted, report, training
 from crosshead.common.errors import CardError
 from crosshead.common.fingerprint import model_fingerprint
 from crosshead_command.card import write_card
+from crosshead_command.push import checked
 from toy_checkpoints import write_model
 from toys import mixed_model
 
@@ -87,11 +89,30 @@ def test_scores_of_one_item_are_shown_without_interval(made):
     assert "| +0.0100 unclear |" in (made / "README.md").read_text()
 
 
+def test_measurements_of_a_changed_conversion_are_refused(tmp_path, monkeypatch):
+    """A model that `crosshead train` trained later is no error: its card says when the measurements were made."""
+    monkeypatch.chdir(tmp_path)
+    made = converted(Path("made"))
+    write_card(made)
+    assert checked(made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
+    for command in (write_card, checked):
+        with pytest.raises(CardError, match=r"older than its config\.json or weights: run `crosshead verify"):
+            command(made)
+    (made / "training.json").write_text(json.dumps(training()))
+    write_card(made)
+    (made / "training.json").unlink()
+    crosshead.verify("source", made)
+    write_card(made)
+
+
 def test_stored_scores_of_a_changed_model_are_refused(made):
     recorded_scores(made, with_fingerprints(report("made"), model_fingerprint(made)))
     write_card(made)
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
-    with pytest.raises(CardError, match=r"evaluation\.json"):
-        write_card(made)
+    for command in (write_card, checked):
+        with pytest.raises(CardError, match=r"evaluation\.json"):
+            command(made)
     recorded_scores(made, with_fingerprints(report("made"), model_fingerprint(made)))

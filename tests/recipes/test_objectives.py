@@ -17,6 +17,7 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import OBJECTIVES, objective_of
 from crosshead.recipes.trainer.teacher_logits import save_teacher
+from image_toys import write_image_model
 from tiers import first
 from toy_training import KNOCKING, losses, metrics, resumed, toy_run, weights
 
@@ -211,3 +212,27 @@ def test_every_schema_objective_has_a_trainer_class():
     from crosshead.recipes.schema.objectives import OBJECTIVES as SECTIONS
 
     assert set(OBJECTIVES) == set(SECTIONS)
+
+
+@pytest.mark.parametrize("case", ["order", "spans"])
+def test_model_without_tokenizer_files_is_refused(case, tmp_path):
+    """transformers would create a tokenizer that knows special tokens only."""
+    recipe = toy_case(case, tmp_path)
+    model = objective_model_and_data(recipe)[1]
+    model.save_pretrained(tmp_path / "bare")
+    (tmp_path / "stock").mkdir()
+    stock = {"order": transformers.BertConfig, "spans": transformers.T5Config}[case]
+    stock().save_pretrained(tmp_path / "stock")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "stock")) > 1
+    changed = replace(recipe.model, path=str(tmp_path / "bare"), config=None, tokenizer=str(tmp_path / "stock"))
+    with pytest.raises(RecipeError, match=r"model\.tokenizer=.*stock has no tokenizer with a vocabulary"):
+        train(replace(recipe, model=changed))
+    assert not Path(recipe.output).exists()
+
+
+def test_image_model_is_refused_before_its_tokenizer(tmp_path):
+    write_image_model(tmp_path / "vit")
+    recipe = toy_case("order", tmp_path)
+    changed = replace(recipe.model, path=str(tmp_path / "vit"), config=None, tokenizer=None)
+    with pytest.raises(RecipeError, match=r"masked_tokens cannot train .*model_type='vit'"):
+        train(replace(recipe, model=changed))

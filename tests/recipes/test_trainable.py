@@ -73,6 +73,7 @@ def test_trainable_mixers_and_lora_changes_mixers_and_projections(tmp_path):
     assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # peft reads a deprecated attribute
 def test_lora_beside_mechanism_without_parameters():
     lora = LoraOptions(2, 4.0)
     options = {"active_heads": 3, "shared_heads": 1, "router": "query_norm", "gate": "binary"}
