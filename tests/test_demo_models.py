@@ -42,7 +42,7 @@ def test_demo_of_model_folder(run_cli, tmp_path):
 @pytest.mark.slow
 def test_demo_of_hub_model(tmp_path):
     """In a subprocess with a local test Hub; the second run downloads no weights."""
-    model = stock_model("Qwen2", max_position_embeddings=1024)
+    model = stock_model("Llama", max_position_embeddings=1024)
     files = {file.name: file.read_bytes() for file in write_scorable(model, tmp_path / "mine").iterdir()}
     command = [sys.executable, "-P", "-m", "crosshead", "demo", "--model", "org/toy", "--out", "here"]
     with serving({"org/toy": Repository(files)}) as hub:
