@@ -86,7 +86,8 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
         check_evaluations(folder, saved, scores, model_fingerprint(folder))
     training = _record(folder / TRAINING, "recipe", dict)
     conversion = _record(folder / CONVERSION, "source", dict) or _record(next_to_folder, "source", dict)
-    measured = conversion.get("verification", {}).get("fingerprint")
+    verification = conversion.get("verification")
+    measured = verification.get("fingerprint") if isinstance(verification, dict) else None
     if not training and measured not in (None, model_fingerprint(folder)):
         raise CardError(
             f"{CONVERSION} has measurements of {folder} that are older than its config.json or weights: run "

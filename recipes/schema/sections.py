@@ -226,6 +226,7 @@ class Distillation(Section):
     weight: Share = 0.5
     """Weight w of the KL divergence from the teacher; the next-token loss has weight 1 - w."""
     temperature: Positive = 1.0
+    """Temperature T of both distributions in the KL divergence, which is multiplied by T squared."""
     match_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Steps after `transfer_steps` whose only loss is the error of each attention output against the teacher's."""
     transfer_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
