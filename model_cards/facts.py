@@ -38,6 +38,8 @@ class Facts:
     """The content of config.json."""
     conversion: Json = field(default_factory=dict)
     """The record of the conversion, conversion.json."""
+    verified: bool = False
+    """True if the comparison with the source in this record is known to be of the present weights."""
     training: Json = field(default_factory=dict)
     """The record of the training, training.json."""
     evaluations: Sequence[Json] = ()
@@ -85,22 +87,36 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
         scores = list(_record(saved, "evaluations", list)["evaluations"])
         check_evaluations(folder, saved, scores, model_fingerprint(folder))
     training = _record(folder / TRAINING, "recipe", dict)
-    conversion = _record(folder / CONVERSION, "source", dict) or _record(next_to_folder, "source", dict)
-    verification = conversion.get("verification")
-    measured = verification.get("fingerprint") if isinstance(verification, dict) else None
-    if not training and measured not in (None, model_fingerprint(folder)):
-        raise CardError(
-            f"{CONVERSION} has measurements of {folder} that are older than its config.json or weights: run "
-            f"`crosshead verify SOURCE {folder}`"
-        )
+    record = folder / CONVERSION if (folder / CONVERSION).is_file() else next_to_folder
+    conversion = _record(record, "source", dict)
     return Facts(
         name=_name(absolute, training),
         config=config,
         conversion=conversion,
         training=training,
+        verified=_is_verified(folder, record, conversion, bool(training)),
         evaluations=scores,
         files=sorted(path.name for path in folder.iterdir()),
     )
+
+
+def _is_verified(folder: Path, path: Path, conversion: Json, trained: bool) -> bool:
+    """Whether the record in `path` has measurements of the weights in the folder.
+
+    `CardError` if they are of other weights, unless the model was trained: then the conversion was measured.
+    """
+    verification = conversion.get("verification")
+    measured = verification.get("fingerprint") if isinstance(verification, dict) else None
+    if measured is None:
+        return False
+    is_current: bool = measured == model_fingerprint(folder, with_config=False)
+    if not is_current and not trained:
+        source = conversion["source"].get("name")
+        raise CardError(
+            f"{path} has measurements of other weights than those of {folder}: run `crosshead verify SOURCE {folder}` "
+            f"with its source, {source}, or remove the key `verification` from the file"
+        )
+    return is_current
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -120,7 +136,7 @@ def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
     """The content of a record, empty if there is no file; `CardError` unless `key` has a value of type `kind`."""
     content = read_json(path) if path.is_file() else {}
     if content and not isinstance(content.get(key), kind):
-        raise CardError(f"{path} is not a record of crosshead: {key!r} is missing")
+        raise CardError(f"{path} is not a record of crosshead: {key!r} is missing; rename or remove it")
     return content
 
 

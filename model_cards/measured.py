@@ -55,7 +55,7 @@ def _conversion(facts: Facts) -> Iterator[str]:
     if not verification:
         yield NOTHING["conversion"]
         return
-    when = ", after the conversion and before training" if facts.training else ""
+    when = ", after the conversion and before training" if facts.training and not facts.verified else ""
     text = verification["sample"]["text"].split(",")[0]
     inputs = "{images} images" if "images" in verification else "{windows} windows of {window_length} tokens"
     yield f"Comparison with the source{when}, on {inputs.format_map(verification)} ({text}):"

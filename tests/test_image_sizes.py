@@ -183,6 +183,7 @@ def test_cost_of_an_image_of_another_size(source, backbone, run_cli, tmp_path):
     large, small = report(""), report(f"--image-size {side}")
     edit_json(source, "config.json", image_size=side)
     named = report("")
+    assert "image_size" not in large and small["image_size"] == side
     assert small["length"] == named["length"] == (side // PATCH) ** 2 + (backbone == "dinov2")
     assert small["cost"]["parameters"] == large["cost"]["parameters"]
     work = [count for count in named["cost"] if count.endswith(("multiplications", "flops"))]
@@ -194,7 +195,8 @@ def test_cost_of_a_wrong_image_size_is_refused(source, run_cli, tmp_path):
     write_image_model(tmp_path / "vit", "ViT")
     write_stock(tmp_path / "text")
     for model, size, word in (
-        (source, 3, "from 4"),
+        (source, 3, "4 to 65,536"),
+        (source, 10**20, "4 to 65,536"),
         (tmp_path / "vit", 64, "one size"),
         (tmp_path / "text", 64, "not read"),
     ):

@@ -160,7 +160,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": kv_cache_bytes(before, source.store.entries),
         "kv_bytes_per_token_after": kv_cache_bytes(after, model.store.entries),
-        "fingerprint": None if (folder := folder_of(model)) is None else model_fingerprint(folder),
+        "fingerprint": None if (folder := folder_of(model)) is None else model_fingerprint(folder, with_config=False),
         "reload": _reload(on_cpu, model, after, prompts, load_processor(source)),
     }
 

@@ -21,7 +21,7 @@ def push(
     """Upload a model to the Hub after checking that it loads.
 
     The model must load without crosshead, and its files must contain no pickle, no path of this machine, no access
-    token and no results of older weights. Repeat the command to continue an interrupted upload. For example:
+    token and no results of other weights. Repeat the command to continue an interrupted upload. For example:
 
     crosshead push models/mine me/mine --dry-run
     """

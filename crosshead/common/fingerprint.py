@@ -21,10 +21,13 @@ def files_digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(folder: Path) -> str:
-    """The sha256 of config.json and of the name, size, header and first bytes per tensor of each safetensors file."""
+def model_fingerprint(folder: Path, with_config: bool = True) -> str:
+    """The sha256 of config.json and of the name, size, header and first bytes per tensor of each safetensors file.
+
+    Without `with_config`, only of the safetensors files: saving a model again may change its config.json.
+    """
     try:
-        digest = hashlib.sha256((folder / CONFIG).read_bytes())
+        digest = hashlib.sha256((folder / CONFIG).read_bytes() if with_config else b"")
         for path in sorted(folder.glob(WEIGHTS)):
             for part in _parts(path):
                 digest.update(len(part).to_bytes(8, "little") + part)

@@ -20,18 +20,18 @@ ANY_SIZE = ("dinov2", "transnext")
 """Architectures that read images of any size, because they interpolate their positions; `image_size` is only that of
 the pretraining, and the image processor usually gives another one."""
 
+MAX_SIDE = 65_536
+"""Maximum height and width of an image whose cost is computed."""
+
 
 def image_shape(config: Any, size: int | None = None) -> tuple[int, int, int]:
     """Channels, height and width of the images that the config of a vision transformer names, or of another size."""
-    if size is not None and not reads_any_size(config):
-        raise ValueError(
-            f"image_size={size} is not allowed: a {config.model_type} model reads images of one size, "
-            f"{config.image_size}"
-        )
-    least = getattr(config, "patch_size", 1)
-    if size is not None and size < least:
-        raise ValueError(f"image_size={size} is not allowed: use a number of pixels from {least}")
-    size = config.image_size if size is None else size
+    if size in (None, config.image_size):
+        size = config.image_size
+    elif not reads_any_size(config):
+        raise ValueError(f"image_size={size} is not allowed: the model reads images of one size, {config.image_size}")
+    elif not (least := getattr(config, "patch_size", 1)) <= size <= MAX_SIDE:
+        raise ValueError(f"image_size={size} is not allowed: use {least} to {MAX_SIDE:,} pixels")
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return config.num_channels, height, width
 

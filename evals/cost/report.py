@@ -42,6 +42,7 @@ def cost_report(config: Any, length: int, image_size: int | None = None) -> dict
         "model_type": config.model_type,
         "mixers": config.mixers,
         "length": length,
+        **({} if image_size is None else {"image_size": image_size}),
         "dtype": str(config.dtype or torch.get_default_dtype()).removeprefix("torch."),
         "cost": cost,
         "stock": stock,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import crosshead
 from card_toys import ROW, converted, report, training
@@ -95,16 +96,24 @@ def test_measurements_of_a_changed_conversion_are_refused(tmp_path, monkeypatch)
     made = converted(Path("made"))
     write_card(made)
     assert checked(made)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
+    shard = made / "model-00001-of-00005.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
     for command in (write_card, checked):
-        with pytest.raises(CardError, match=r"older than its config\.json or weights: run `crosshead verify"):
+        with pytest.raises(
+            CardError, match=r"other weights .* `crosshead verify SOURCE made` with its source, source,"
+        ):
             command(made)
     (made / "training.json").write_text(json.dumps(training()))
     write_card(made)
-    (made / "training.json").unlink()
+    assert "before training, on " in (made / "README.md").read_text()
     crosshead.verify("source", made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"transformers_version": "5.17.0"}))
     write_card(made)
+    assert "before training, on " not in (made / "README.md").read_text()
+    (made / "training.json").unlink()
+    write_card(made)
+    assert checked(made)
 
 
 def test_stored_scores_of_a_changed_model_are_refused(made):
