@@ -18,7 +18,7 @@ def test_progress_bars_show_bytes_and_time_left(capfd, monkeypatch):
         show("writing", 500_000_000, 2_000_000_000)
     output = capfd.readouterr().err
     assert re.search(r"calibrating .*3/30.*loss 2\.5", output)
-    assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", output)
+    assert re.search(r"writing .*0\.5/1\.9 GiB.*-:--:--|writing .*0\.5/1\.9 GiB.*\d:\d\d:\d\d", output)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

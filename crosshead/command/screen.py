@@ -73,7 +73,7 @@ def progress() -> Iterator["Progress"]:
         left = time_left.update(stage, done, total)
         if not current or current[0][0] != stage:
             close()
-            count = DownloadColumn() if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
+            count = DownloadColumn(binary_units=True) if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
             bars = Bars(
                 label,
                 bar,
