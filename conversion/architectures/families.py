@@ -271,10 +271,17 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
 
 
 def check_plain(content: dict[str, Any], name: str) -> None:
-    """Raise `ConversionError` if a stock model has remote code, which may compute something else."""
+    """Raise `ConversionError` if a stock model has remote code, which may compute something else.
+
+    Published DeepSeek models name code that is part of transformers now.
+    """
+    classes = FAMILIES[content["model_type"]].architecture.removesuffix("ForCausalLM")
+    known = re.compile(rf"(configuration|modeling)_deepseek\.{classes}\w+")
     code = content.get("auto_map")
     if isinstance(code, dict):
-        code = {key: value for key, value in code.items() if not key.startswith("AutoTokenizer")}
+        code = {
+            key: value for key, value in code.items() if "Tokenizer" not in key and not known.fullmatch(str(value))
+        }
     if code:
         raise ConversionError(
             f"{name} has its own modeling code (auto_map={quoted(code)}), which is not run: if it is a plain "

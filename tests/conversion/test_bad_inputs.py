@@ -106,6 +106,7 @@ FILES = {
     ),
     "template is no JSON": Case("chat_template.json", write("chat_template.json", "{")),
     "code of its own": Case("code", config(auto_map={"AutoModelForCausalLM": "own.Model"})),
+    "code of another family": Case("code", config(auto_map={"AutoModel": "modeling_deepseek.DeepseekV3Model"})),
     "already ours": Case("crosshead fold", base="made"),
 }
 FIELDS = [

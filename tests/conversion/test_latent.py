@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
+from broken import config
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.architectures.mixer_tensors import cache_bytes
@@ -40,10 +41,19 @@ def load_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
+def name_published_code(folder, backbone):
+    """Name the code of published models in the config, and let it fail if it is run."""
+    parts = {"AutoConfig": ("configuration", "Config"), "AutoModelForCausalLM": ("modeling", "ForCausalLM")}
+    config(auto_map={key: f"{file}_deepseek.{backbone}{end}" for key, (file, end) in parts.items()})(folder)
+    for file, _ in parts.values():
+        (folder / f"{file}_deepseek.py").write_text("raise SystemExit")
+
+
 @pytest.mark.oldest
 @pytest.mark.parametrize(("backbone", "name"), CONVERSIONS)
 def test_neutral_conversion_and_fold_round_trip(backbone, name, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
+    name_published_code(source, backbone)
     report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
     measured = report["verification"]
     assert measured["must_equal"] and measured["greatest_logit_difference"] == 0

@@ -203,6 +203,7 @@ def test_half_precision_keeps_router_scores_in_float32() -> None:
     assert 0 < errors[0] < 2 * errors[1]
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_compiled_model_and_blocks_give_the_same_gradients() -> None:
     model = our_dit(MIXTURE)
