@@ -213,8 +213,8 @@ def _counting(config: Any, name: str) -> Iterator[None]:
         if f"crosshead_{config.model_type.removeprefix('crosshead_')}" in CONFIGS:
             raise RecipeError(f"{name}: {one_line(error)}") from error
         raise RecipeError(
-            f"{name}: a model of model_type={config.model_type!r} cannot be counted, only one of a Llama or Qwen "
-            "family: train it without --dry-run"
+            f"{name}: a model of model_type={config.model_type!r} cannot be counted, because crosshead has no class "
+            "for it: train it without --dry-run"
         ) from error
 
 
