@@ -102,6 +102,7 @@ CASES = {
     "bench attention --device tpu": (2, "--device"),
     "bench decode cash": (1, "'cache'"),
     "bench decode cache --rounds 1 --out no/decode.json": (1, "no/decode.json"),
+    "bench decode cache --rounds 1 --out text.txt": (1, "add --overwrite"),
     "bench compiled explicit-stp": (1, "'explicit-step'"),
     "bench convert neutrl": (1, "'neutral'"),
     "bench convert --gigabytes 0": (2, "--gigabytes"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from crosshead_command.probe import Overwrite
 from crosshead_command.screen import progress
 from crosshead_command.strict import StrictCommand
 
@@ -32,7 +33,9 @@ Out = Annotated[Path | None, typer.Option(help="JSON file for all measurements, 
 
 
 @app.command(cls=StrictCommand)
-def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
+def attention(
+    cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None, overwrite: Overwrite = False
+) -> None:
     """Measure attention layers and whole models of each mechanism.
 
     Measures time and peak memory. An attention layer has 16 heads of 64; a model has two layers of width 1024. Memory
@@ -74,11 +77,14 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     """
     from crosshead.evals.bench.cases import ATTENTION
 
+    _check_out(out, overwrite)
     _measure("attention", ATTENTION, cases, device, rounds, out)
 
 
 @app.command(cls=StrictCommand)
-def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
+def decode(
+    cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None, overwrite: Overwrite = False
+) -> None:
     """Measure the decoding of one token, and the host overhead.
 
     Decoding is measured with `explicit`, which has half as many component heads as KV heads; the overhead on the host
@@ -120,11 +126,14 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     """
     from crosshead.evals.bench.cases import DECODE
 
+    _check_out(out, overwrite)
     _measure("decode", DECODE, cases, device, rounds, out)
 
 
 @app.command(cls=StrictCommand)
-def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
+def compiled(
+    cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None, overwrite: Overwrite = False
+) -> None:
     """Measure training steps of models compiled by torch.compile.
 
     The baseline is the compiled stock model. A model has two layers of width 1024 and is compiled as one graph; a step
@@ -142,6 +151,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     from crosshead.evals.bench.models import check_compiler
 
     check_compiler()
+    _check_out(out, overwrite)
     _measure("compiled", COMPILED, cases, device, rounds, out)
 
 
@@ -151,6 +161,7 @@ def convert(
     gigabytes: Annotated[float, typer.Option(min=0.01, max=1000, help="Size of the synthetic checkpoint.")] = 1.0,
     rounds: Rounds = 3,
     out: Out = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measure the conversion of a synthetic checkpoint.
 
@@ -173,7 +184,7 @@ def convert(
     from crosshead.evals.bench.run import bench, bench_lines
     from crosshead.recipes.schema.toy import write_tokenizer
 
-    _check_out(out)
+    _check_out(out, overwrite)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
         chosen = choose_cases(_conversions(checkpoint), cases or [], "bench convert")
@@ -217,6 +228,7 @@ def train(
     rounds: Annotated[int, typer.Option(min=1, help="Number of ratios measured for each case.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each trainer for one ratio.")] = 5,
     out: Out = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measure training with crosshead's trainer and model.
 
@@ -235,7 +247,7 @@ def train(
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
     check_device(device, EvalError)
-    _check_out(out)
+    _check_out(out, overwrite)
     keep_memory()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
@@ -251,18 +263,17 @@ def _measure(
     from crosshead.evals.bench.run import bench, bench_lines
 
     chosen = choose_cases(list(known), cases or [], f"bench {name}")
-    _check_out(out)
     keep_memory()
     with progress() as show:
         report = bench(chosen, rounds, device, show)
     _write(report, bench_lines(report), out)
 
 
-def _check_out(out: Path | None) -> None:
+def _check_out(out: Path | None, overwrite: bool) -> None:
     """Raise an error before the measurement if the JSON file cannot be written."""
     from crosshead.common.atomic_write import check_targets
 
-    check_targets([out] if out else [], overwrite=True)
+    check_targets([out] if out else [], overwrite)
 
 
 def _write(report: dict[str, Any], lines: Iterable[str], out: Path | None) -> None:

@@ -130,6 +130,7 @@ def test_bench_train_command_report_and_errors(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for command, status, words in (
         ("bench train explict", 1, "'explicit'"),
+        (command, 1, f"{tmp_path}/a.json exists: choose another name, or add --overwrite"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, f"{tmp_path}/b/a.json"),
         ("bench train --steps 0", 2, "--steps"),
         ("bench train --device tpu", 2, "'tpu'"),
