@@ -29,6 +29,7 @@ from .sources.model_folder import (
     remove_loading_arguments,
     store_digest,
     versions,
+    write_generation_config,
     write_json,
 )
 from .sources.resolve import Source
@@ -132,6 +133,7 @@ def write_model(
     if not plan.is_stock:
         write_loader_class(source, output.folder)
     plan.config.save_pretrained(output.folder)
+    write_generation_config(source.config, output.folder)
     left_out = remove_access_tokens(source.config, output.folder)
     if plan.is_stock:
         add_legacy_fields(output.folder / CONFIG, plan.config)

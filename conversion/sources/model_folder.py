@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
-from crosshead.common.errors import ConversionError
+from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.model_location import LICENCE_FILES, LOADER_STATE
 from crosshead.modeling.bundle import code_files
 
@@ -29,7 +30,7 @@ from ..writing.work_folder import is_fixed
 from .safetensors_store import INDEX, WEIGHTS
 from .tensor_store import TensorStore
 
-CONFIG, RECORD = "config.json", "conversion.json"
+CONFIG, RECORD, GENERATION_CONFIG = "config.json", "conversion.json", "generation_config.json"
 FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
 """Folders that a conversion copies -> the suffix of all their files. `1_Pooling` belongs to sentence-transformers."""
 MAX_CONFIG_BYTES = 10_000_000
@@ -52,7 +53,7 @@ PLAIN_SIDE_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     IMAGE_PROCESSOR,
     MODULES,
     "sentence_bert_config.json",
@@ -60,6 +61,8 @@ PLAIN_SIDE_FILES = (
     *LICENCE_FILES,
 )
 """Names of the files that a conversion copies."""
+PLACES = ("name_or_path", "special_tokens_map_file", "tokenizer_file")
+"""Entries of tokenizer_config.json that name places on the machine where the tokenizer was saved; nothing reads them."""
 _MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Advance = Callable[[int], None]
@@ -114,13 +117,32 @@ def copy_files(files: list[Path], folder: Path) -> None:
 def remove_loading_arguments(folder: Path) -> None:
     """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user.
 
-    References to the tokenizer's own code are removed as well, because the code is not copied.
+    Places on another machine, and references to the tokenizer's own code, which is not copied, are removed as well.
     """
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    cleaned = {name: value for name, value in content.items() if name not in (*LOADER_STATE, "auto_map")}
+    cleaned = {name: value for name, value in content.items() if name not in (*LOADER_STATE, *PLACES, "auto_map")}
     if cleaned != content:
         write_json(path, cleaned)
+
+
+def write_generation_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Write the generation settings of the source's config to a file of their own, if they were only there.
+
+    transformers reads them from both files, but does not save them in config.json.
+    """
+    if (folder / GENERATION_CONFIG).exists():
+        return
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        settings, kept = (
+            GenerationConfig.from_dict(dict(content), _from_model_config=True).to_diff_dict()
+            for content in (config, saved)
+        )
+    except (TypeError, ValueError) as error:
+        raise ConversionError(f"the generation settings in {CONFIG} cannot be used: {one_line(error)}") from error
+    if settings != kept:
+        write_json(folder / GENERATION_CONFIG, dict(sorted(settings.items())))
 
 
 def add_legacy_fields(path: Path, config: Any) -> None:
@@ -128,13 +150,17 @@ def add_legacy_fields(path: Path, config: Any) -> None:
 
     transformers 4 ignores the new names and would use the defaults of its own fields.
     """
-    if not hasattr(config, "rope_parameters"):  # an encoder, whose names are the same
-        return
-    rope = dict(config.rope_parameters)
-    older = {name: getattr(config, name) for name in config.attribute_map} | {"rope_theta": rope.pop("rope_theta")}
-    if rope["rope_type"] != "default":
-        older["rope_scaling"] = rope
-    write_json(path, dict(sorted((json.loads(path.read_text(encoding="utf-8")) | older).items())))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    older = {"torch_dtype": content["dtype"]} if "dtype" in content else {}
+    if hasattr(config, "rope_parameters"):
+        rope = dict(config.rope_parameters)
+        older |= {name: getattr(config, name) for name in config.attribute_map}
+        older["rope_theta"] = rope.pop("rope_theta")
+        if rope["rope_type"] != "default":
+            older["rope_scaling"] = rope
+    if getattr(config, "scale_decoder_outputs", None) is False:  # T5 version 1.1, which has a separate lm_head
+        older["tie_word_embeddings"] = False
+    write_json(path, dict(sorted((content | older).items())))
 
 
 def remove_access_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
+from broken import config
 from crosshead.conversion.sources.model_folder import model_files, remove_loading_arguments, write_json
 from toy_checkpoints import write_stock
 
@@ -25,7 +26,10 @@ def converted_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     source = write_stock(folder / "source")
     AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(source)
-    assert json.loads((source / "tokenizer_config.json").read_text())["local_files_only"]
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    assert settings["local_files_only"]
+    settings["special_tokens_map_file"] = "/home/someone/special_tokens_map.json"
+    write_json(source / "tokenizer_config.json", settings)
     crosshead.convert(source, folder / "model", {"gating": {}}, verify=False)
     return folder / "model"
 
@@ -33,6 +37,7 @@ def converted_folder(tmp_path_factory):
 def test_tokenizer_config_has_no_loading_arguments(converted_folder, tmp_path):
     settings = json.loads((converted_folder / "tokenizer_config.json").read_text())
     before = json.loads((converted_folder.parent / "source" / "tokenizer_config.json").read_text())
+    assert before.pop("special_tokens_map_file") == "/home/someone/special_tokens_map.json"
     assert settings == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"X"}')
     remove_loading_arguments(tmp_path)
@@ -78,6 +83,19 @@ def test_files_of_read_only_source_are_copied_writable(tmp_path):
     folder = tmp_path / "model" / "additional_chat_templates"
     assert folder.stat().st_mode & 0o200 and (folder / "tool_use.jinja").stat().st_mode & 0o200
     assert (folder / "tool_use.jinja").read_text() == "{{ 1 }}"
+
+
+def test_generation_settings_in_config_are_kept(tmp_path):
+    """Older models have them in config.json, where transformers still reads them."""
+    source = write_stock(tmp_path / "source")
+    (source / "generation_config.json").unlink(missing_ok=True)
+    config(repetition_penalty=1.5, max_length=9)(source)
+    crosshead.convert(source, tmp_path / "model", {"gating": {}}, verify=False)
+    crosshead.fold(tmp_path / "model", tmp_path / "back", verify=False)
+    for folder in (source, tmp_path / "model", tmp_path / "back"):
+        settings = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert (settings.repetition_penalty, settings.max_length) == (1.5, 9), folder
+    assert "repetition_penalty" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["LICENSE-CODE", "LICENSE-MODEL", "COPYING", "LICENSE.txt"])
