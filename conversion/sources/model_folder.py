@@ -62,7 +62,7 @@ PLAIN_SIDE_FILES = (
 )
 """Names of the files that a conversion copies."""
 PLACES = ("name_or_path", "special_tokens_map_file", "tokenizer_file")
-"""Entries of tokenizer_config.json that name places on the machine where the tokenizer was saved; nothing reads them."""
+"""Entries of tokenizer_config.json with places on the machine where the tokenizer was saved; nothing reads them."""
 _MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Advance = Callable[[int], None]

@@ -109,6 +109,11 @@ def _open_local(path: Path, scratch: Path) -> Source:
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     if not files:
+        if (path / "adapter_config.json").is_file():
+            raise ConversionError(
+                f"{path} is an adapter of peft: add it to its base model with merge_and_unload, save the model and its "
+                "tokenizer, and give that folder"
+            )
         raise ConversionError(f"{path} has no {CONFIG}: give the folder of a checkpoint, or a GGUF file")
     if not set(files) <= set(part_paths(files[0])):
         names = ", ".join(file.name for file in files)
@@ -121,7 +126,8 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     files = _side_files(folder)
     _check_inputs(config, {file.name for file in files}, name)
     _check_tokens([folder / CONFIG, *files], name)
-    store = SafetensorsStore(folder)
+    is_encoder = FAMILIES[config["model_type"].removeprefix(PREFIX)].is_encoder
+    store = SafetensorsStore(folder, base="" if is_encoder else "model.")
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return Source(store, config, files, origin, _digest(store.fingerprint(), config, states))
 
@@ -141,7 +147,7 @@ def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None
         if IMAGE_PROCESSOR not in files:
             raise ConversionError(f"{name} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
     elif not any(needed <= files for needed in _TOKENIZERS):
-        remedy = "copy the tokenizer's files into it"
+        remedy = "copy the tokenizer's files into it; a tokenizer with code of its own is not supported"
         if "vocab.txt" in files:
             remedy = "make one from its vocab.txt, with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): {remedy}")

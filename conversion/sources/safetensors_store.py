@@ -32,6 +32,8 @@ _MAX_BYTES = 2**63
 _MAX_DIMENSIONS = 64  # torch's limit
 OLDER_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Endings of tensor names in the first BERT checkpoints -> the present endings. transformers renames them as well."""
+OUTPUT_HEAD = "lm_head."
+"""Beginning of the names of a decoder's tensors that do not belong to its base model."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -131,14 +133,18 @@ class SafetensorsStore:
     The headers are read and checked once, at the start. The files are opened again for each read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: str = "") -> None:
+        """`base` begins the names of a decoder's tensors; it is added if no name has it, as transformers does."""
         self.folder, self.paths = folder, [folder]
         self.entries: dict[str, Entry] = {}
         self.shards: dict[str, list[str]] = {}
         self._locations: dict[str, tuple[Path, int]] = {}
         lines = []
-        for file, header in _read_headers(folder).items():
-            tensors = {_modern(name): tensor for name, tensor in header.tensors.items()}
+        headers = _read_headers(folder)
+        if any(name.startswith(base) for header in headers.values() for name in header.tensors):
+            base = ""
+        for file, header in headers.items():
+            tensors = {_present_name(name, base): tensor for name, tensor in header.tensors.items()}
             self.entries |= {name: replace(entry, name=name) for name, (_, entry) in tensors.items()}
             self.shards[file] = list(tensors)
             self._locations |= {name: (folder / file, start) for name, (start, _) in tensors.items()}
@@ -163,8 +169,10 @@ class SafetensorsStore:
         return self._fingerprint
 
 
-def _modern(name: str) -> str:
-    """Return the present name of a tensor, which may be stored under an older name."""
+def _present_name(name: str, base: str) -> str:
+    """Return the present name of a tensor, which may be stored under an older name or without the base's name."""
+    if not name.startswith(OUTPUT_HEAD):
+        name = base + name
     for old, new in OLDER_ENDINGS.items():
         if name.endswith(old):
             return name.removesuffix(old) + new

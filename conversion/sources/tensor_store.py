@@ -102,8 +102,9 @@ def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entr
     entry = store.entries.get(name)
     if entry is None:
         message = f"the tensor {name} is missing: the config requires it with the shape {list(shape)}"
-        is_head = name == "lm_head.weight"
-        raise ConversionError(message + "; a model of another task, such as a classifier, has none" * is_head)
+        if name == "lm_head.weight":
+            message += "; a model of another task, such as a classifier or an embedding model, has none"
+        raise ConversionError(message)
     if entry.shape != shape:
         raise ConversionError(
             f"the tensor {name} has the shape {list(entry.shape)}, but the config requires {list(shape)}"

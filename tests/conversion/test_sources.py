@@ -3,7 +3,9 @@ import os
 import shutil
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import crosshead
@@ -12,6 +14,8 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.gguf import store as gguf_tokenizer
 from crosshead.conversion.sources.resolve import open_source
+from crosshead.conversion.sources.safetensors_store import WEIGHTS
+from toy_checkpoints import write_model
 from toy_tokenizer import toy_tokenizer
 
 SIDE = ["LICENSE.txt", "USE_POLICY.md", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -26,6 +30,22 @@ def model_folder(tmp_path_factory):
     for name in [*SIDE[:2], *NEVER]:
         (folder / name).write_text("text")
     return folder
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_decoder_saved_as_base_model_converts(has_head, tmp_path):
+    """Embedding models have tensor names without "model."; transformers adds it, too."""
+    stock = toys.stock_model("Qwen3", tie_word_embeddings=not has_head)
+    write_model(stock, tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / WEIGHTS)
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert ("lm_head.weight" in renamed) == has_head and "norm.weight" in renamed
+    save_file(renamed, tmp_path / "source" / WEIGHTS, {"format": "pt"})
+    report = crosshead.convert(tmp_path / "source", tmp_path / "model", {"gating": {}})
+    assert report["verification"]["must_equal"] and report["verification"]["greatest_logit_difference"] == 0
+    crosshead.fold(tmp_path / "model", tmp_path / "back", verify=False)
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
 @pytest.fixture

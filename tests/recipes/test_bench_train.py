@@ -128,9 +128,10 @@ def test_bench_train_command_report_and_errors(tmp_path, monkeypatch, capfd):
     assert report["device"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""  # the trainers would take a GPU
     assert os.environ["ACCELERATE_USE_CPU"] == "true"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    again = command
     for command, status, words in (
         ("bench train explict", 1, "'explicit'"),
-        (command, 1, f"{tmp_path}/a.json exists: choose another name, or add --overwrite"),
+        (again, 1, f"{tmp_path}/a.json exists: choose another name, or add --overwrite"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, f"{tmp_path}/b/a.json"),
         ("bench train --steps 0", 2, "--steps"),
         ("bench train --device tpu", 2, "'tpu'"),
