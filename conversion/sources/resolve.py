@@ -111,8 +111,8 @@ def _open_local(path: Path, scratch: Path) -> Source:
     if not files:
         if (path / "adapter_config.json").is_file():
             raise ConversionError(
-                f"{path} is an adapter of peft: add it to its base model with merge_and_unload, save the model and its "
-                "tokenizer, and give that folder"
+                f"{path} is an adapter of peft: add it to its base model with merge_and_unload, save the model and "
+                "its tokenizer, and give that folder"
             )
         raise ConversionError(f"{path} has no {CONFIG}: give the folder of a checkpoint, or a GGUF file")
     if not set(files) <= set(part_paths(files[0])):
