@@ -237,9 +237,12 @@ def _download(repository: str, revision: str | None, side_files: list[str]) -> t
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
         _supported_config(folder, repository)  # before the weights are downloaded
         snapshot_download(repository, revision=folder.name, allow_patterns=[WEIGHTS])
+        files = [WEIGHTS]
         if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
-            shards = sorted(set(read_index(folder / INDEX).values()))  # shards may have any name
-            snapshot_download(repository, revision=folder.name, allow_patterns=shards)
+            files = sorted(set(read_index(folder / INDEX).values()))  # shards may have any name
+            snapshot_download(repository, revision=folder.name, allow_patterns=files)
+        if is_offline_mode() and not all((folder / name).exists() for name in files):
+            raise LocalEntryNotFoundError("a file with weights is missing")
     except ConversionError:
         raise
     except Exception as error:  # the exceptions of the HTTP library differ between versions of the Hub's client

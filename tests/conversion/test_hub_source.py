@@ -114,7 +114,9 @@ def outcomes(tmp_path_factory, files, sharded_files):
     models += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
         online = open_from_hub(hub.address, home, models)
-    offline_requests = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None)]
+    shards = sorted((home / "hub" / "models--org--sharded" / "snapshots" / COMMIT).glob(ODD.format("*")))
+    shards[1].unlink()
+    offline_requests = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None), ("org/sharded", None)]
     offline = open_from_hub(hub.address, home, offline_requests, offline=True)
     results = dict(zip(models, online, strict=True))
     results |= {("offline", *key): result for key, result in zip(offline_requests, offline, strict=True)}
@@ -175,6 +177,7 @@ def test_offline_mode_reads_from_hub_cache(outcomes):
         (("org/gguf", None), "GGUF"),
         (("org/bare", None), "config.json"),
         (("offline", "org/gated", None), "cache"),
+        (("offline", "org/sharded", None), "is not complete in the local Hub cache"),
         (("org/silent", None), "RemoteProtocolError"),
         (("org/dropping", None), "RemoteProtocolError"),
     ],
