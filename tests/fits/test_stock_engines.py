@@ -15,7 +15,7 @@ from toy_checkpoints import MANY_SHARDS, write_stock
 from toys import BACKBONES, STOCK, tokens
 
 FOLDABLE = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}, "explicit": {}}
-OLDER_NAMES = {"rope_theta": 10000.0}
+OLDER_NAMES = {"rope_theta": 10000.0, "torch_dtype": "float32"}
 """Config keys of transformers 4, which folded checkpoints have in addition to those of transformers 5."""
 EXPERTS = {"num_experts": 4}
 """Additional config keys of a folded Qwen3-MoE."""
