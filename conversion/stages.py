@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import GenerationConfig
 
+from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.model_location import expand_home
 from crosshead.common.progress import Counter, Progress
 
+from .architectures.families import family_of
 from .compress.layer_rewrites import LayerRewrites
 from .plan import Plan, Step, produce
 from .sources.model_folder import (
     CONFIG,
+    GENERATION_CONFIG,
     RECORD,
     add_legacy_fields,
     check_record,
@@ -29,7 +33,6 @@ from .sources.model_folder import (
     remove_loading_arguments,
     store_digest,
     versions,
-    write_generation_config,
     write_json,
 )
 from .sources.resolve import Source
@@ -96,6 +99,7 @@ def run(
     unless `restart` discards them.
     """
     source, out = request.source, expand_home(out)
+    generation = generation_settings(source, request.source_config)
     check_apart(source.store.paths, out)
     if plan_only:
         check_target(out, overwrite)
@@ -110,7 +114,7 @@ def run(
         output.check_space(request.minimum_bytes, request.cached_bytes)
         request = request.calibrate(output.work, progress, dry_run=False)
         plan = request.plan()
-        digests, left_out = write_model(source, plan, output, progress)
+        digests, left_out = write_model(source, plan, output, generation, progress)
         content = record(request, plan, digests) | {"left_out": left_out}
         if sample is not None:
             content["verification"] = verify_folder(
@@ -122,8 +126,27 @@ def run(
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 
 
+def generation_settings(source: Source, config: Any) -> dict[str, Any]:
+    """Return the generation settings in a source's config.json if `config`, which was read from it, lacks some.
+
+    Older models have them there and not in generation_config.json. transformers applies, but does not save them.
+    """
+    classes = source.config.get("architectures") or [family_of(config).architecture]
+    generates = not family_of(config).is_encoder or classes[0].endswith("ForConditionalGeneration")
+    if not generates or GENERATION_CONFIG in (file.name for file in source.files):
+        return {}
+    try:
+        settings, kept = (
+            GenerationConfig.from_model_config(dict(content)).to_diff_dict()
+            for content in (source.config, config.to_dict())
+        )
+    except Exception as error:  # as in read_config
+        raise ConversionError(f"config.json of {source.label} cannot be used: {one_line(error)}") from error
+    return {} if settings == kept else dict(sorted(settings.items()))
+
+
 def write_model(
-    source: Source, plan: Plan, output: AtomicOutput, progress: Progress
+    source: Source, plan: Plan, output: AtomicOutput, generation: Mapping[str, Any], progress: Progress
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Write all files; return tensor name -> CRC-32, and per file the JSON keys that contained access tokens."""
     output.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
@@ -133,7 +156,8 @@ def write_model(
     if not plan.is_stock:
         write_loader_class(source, output.folder)
     plan.config.save_pretrained(output.folder)
-    write_generation_config(source.config, output.folder)
+    if generation:
+        write_json(output.folder / GENERATION_CONFIG, generation)
     left_out = remove_access_tokens(source.config, output.folder)
     if plan.is_stock:
         add_legacy_fields(output.folder / CONFIG, plan.config)

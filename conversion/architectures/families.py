@@ -276,7 +276,7 @@ def check_plain(content: dict[str, Any], name: str) -> None:
     Published DeepSeek models name code that is part of transformers now.
     """
     classes = FAMILIES[content["model_type"]].architecture.removesuffix("ForCausalLM")
-    known = re.compile(rf"(configuration|modeling)_deepseek\.{classes}\w+$")
+    known = re.compile(rf"([\w./-]+--)?(configuration|modeling)_deepseek\.{classes}\w+$")
     code = content.get("auto_map")
     if isinstance(code, dict):
         code = {key: value for key, value in code.items() if "Tokenizer" not in key and not known.match(str(value))}

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
-from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.errors import ConversionError
 from crosshead.common.model_location import LICENCE_FILES, LOADER_STATE
 from crosshead.modeling.bundle import code_files
 
@@ -126,25 +125,6 @@ def remove_loading_arguments(folder: Path) -> None:
         write_json(path, cleaned)
 
 
-def write_generation_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Write the generation settings of the source's config to a file of their own, if they were only there.
-
-    transformers reads them from both files, but does not save them in config.json.
-    """
-    if (folder / GENERATION_CONFIG).exists():
-        return
-    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    try:
-        settings, kept = (
-            GenerationConfig.from_dict(dict(content), _from_model_config=True).to_diff_dict()
-            for content in (config, saved)
-        )
-    except (TypeError, ValueError) as error:
-        raise ConversionError(f"the generation settings in {CONFIG} cannot be used: {one_line(error)}") from error
-    if settings != kept:
-        write_json(folder / GENERATION_CONFIG, dict(sorted(settings.items())))
-
-
 def add_legacy_fields(path: Path, config: Any) -> None:
     """Add the field names of transformers 4 to a stock config.json.
 
@@ -158,7 +138,9 @@ def add_legacy_fields(path: Path, config: Any) -> None:
         older["rope_theta"] = rope.pop("rope_theta")
         if rope["rope_type"] != "default":
             older["rope_scaling"] = rope
-    if getattr(config, "scale_decoder_outputs", None) is False:  # T5 version 1.1, which has a separate lm_head
+    if (
+        getattr(config, "scale_decoder_outputs", None) is False
+    ):  # T5 1.1: transformers 4 scales outputs if weights are tied
         older["tie_word_embeddings"] = False
     write_json(path, dict(sorted((content | older).items())))
 

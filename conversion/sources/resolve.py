@@ -241,7 +241,8 @@ def _download(repository: str, revision: str | None, side_files: list[str]) -> t
         if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
             files = sorted(set(read_index(folder / INDEX).values()))  # shards may have any name
             snapshot_download(repository, revision=folder.name, allow_patterns=files)
-        if is_offline_mode() and not all((folder / name).exists() for name in files):
+        others = [file for file in folder.iterdir() if file.suffix in (".bin", ".gguf")]  # refused later
+        if is_offline_mode() and not others and not all((folder / name).exists() for name in files):
             raise LocalEntryNotFoundError("a file with weights is missing")
     except ConversionError:
         raise

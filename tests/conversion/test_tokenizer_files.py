@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
 from broken import config
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.model_folder import model_files, remove_loading_arguments, write_json
 from toy_checkpoints import write_stock
 
@@ -89,13 +90,17 @@ def test_generation_settings_in_config_are_kept(tmp_path):
     """Older models have them in config.json, where transformers still reads them."""
     source = write_stock(tmp_path / "source")
     (source / "generation_config.json").unlink(missing_ok=True)
-    config(repetition_penalty=1.5, max_length=9)(source)
+    config(repetition_penalty=1.5, max_length=9, output_scores=True)(source)
     crosshead.convert(source, tmp_path / "model", {"gating": {}}, verify=False)
     crosshead.fold(tmp_path / "model", tmp_path / "back", verify=False)
     for folder in (source, tmp_path / "model", tmp_path / "back"):
         settings = AutoModelForCausalLM.from_pretrained(folder).generation_config
         assert (settings.repetition_penalty, settings.max_length) == (1.5, 9), folder
+        assert settings.output_scores and settings.return_dict_in_generate
     assert "repetition_penalty" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    config(num_return_sequences=3)(source)  # without sampling
+    with pytest.raises(ConversionError, match=r"source cannot be used: .*num_return_sequences"):
+        crosshead.convert(source, tmp_path / "model", {"gating": {}}, plan_only=True)
 
 
 @pytest.mark.parametrize("name", ["LICENSE-CODE", "LICENSE-MODEL", "COPYING", "LICENSE.txt"])
