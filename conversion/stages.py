@@ -132,7 +132,7 @@ def generation_settings(source: Source, config: Any) -> dict[str, Any]:
     Older models have them there and not in generation_config.json. transformers applies, but does not save them.
     """
     classes = source.config.get("architectures") or [family_of(config).architecture]
-    generates = not family_of(config).is_encoder or classes[0].endswith("ForConditionalGeneration")
+    generates = not family_of(config).is_encoder or str(classes[0]).endswith("ForConditionalGeneration")
     if not generates or GENERATION_CONFIG in (file.name for file in source.files):
         return {}
     try:

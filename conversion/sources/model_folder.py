@@ -138,9 +138,8 @@ def add_legacy_fields(path: Path, config: Any) -> None:
         older["rope_theta"] = rope.pop("rope_theta")
         if rope["rope_type"] != "default":
             older["rope_scaling"] = rope
-    if (
-        getattr(config, "scale_decoder_outputs", None) is False
-    ):  # T5 1.1: transformers 4 scales outputs if weights are tied
+    # T5 1.1: transformers 4 scales the decoder's outputs if weights are tied.
+    if getattr(config, "scale_decoder_outputs", None) is False:
         older["tie_word_embeddings"] = False
     write_json(path, dict(sorted((content | older).items())))
 
