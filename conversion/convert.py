@@ -209,13 +209,13 @@ def _check_calibration(options: Options, text: Text, needs_statistics: bool, run
         if not is_used and getattr(options, option) is not None:
             name = option.replace("_", "-")
             raise ConversionError(f"--{name} has no effect: this conversion does not run the source on text; omit it")
-    if text.is_saved and not needs_statistics:
-        raise ConversionError(
-            f"--calibration {options.calibration} has no effect: --layers auto needs a text; name a text file"
-        )
     if text.is_saved and options.active is not None:
         raise ConversionError(
             f"--active fits routers to a text: name one instead of --calibration {options.calibration}"
+        )
+    if text.is_saved and not needs_statistics:
+        raise ConversionError(
+            f"--calibration {options.calibration} has no effect: --layers auto needs a text; name a text file"
         )
 
 
