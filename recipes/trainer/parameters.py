@@ -20,6 +20,8 @@ ATTENTION = ".self_attn"
 """Suffix of the name of every attention layer."""
 LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 """Projections of multi-head latent attention (MLA, DeepSeek)."""
+MASK_TOKEN = ".mask_token"
+"""Suffix of the name of DINOv2's embedding of masked patches: unused in training, where DDP expects all gradients."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", *LATENT_PROJECTIONS, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -29,8 +31,11 @@ def is_mechanism(name: str) -> bool:
 
 
 def set_trainable(model: Any, options: TrainOptions) -> Any:
-    """Freeze all parameters that `train.trainable` excludes; return the model, for LoRA in peft's wrapper."""
+    """Freeze the parameters that are not trained; return the model, for LoRA in peft's wrapper."""
     if options.trainable == "all":
+        for name, parameter in model.named_parameters():
+            if name.endswith(MASK_TOKEN):
+                parameter.requires_grad_(False)
         return model
     has_mechanism = bool(getattr(model.config, "mixers", None))
     has_parameters = any(is_mechanism(name) for name, _ in model.named_parameters())

@@ -18,6 +18,7 @@ from crosshead.recipes.schema.recipe import load_recipe, shipped_recipes
 from crosshead.recipes.schema.toy import toy, toy_config
 from crosshead.recipes.trainer.checkpoints import MODEL
 from crosshead.recipes.trainer.objectives import objective_of
+from crosshead.recipes.trainer.parameters import set_trainable
 from crosshead_command.main import app
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -187,7 +188,13 @@ def test_toy_of_dinov2_classifies_images(tmp_path):
     small = toy(load_recipe("small/vit_mixture", ["model.config=null", f"model.config={sizes}"]), tmp_path)
     model, config = auto_class(small).from_pretrained(small.model.path), config_of(small)
     assert type(model).__name__ == "CrossheadDinov2ForImageClassification" and config.num_hidden_layers == 4
-    assert model(**objective_of(small).example(config, 1)).logits.shape == (1, 4)
+    model = set_trainable(model, small.train)
+    logits = model(**objective_of(small).example(config, 1)).logits
+    assert logits.shape == (1, 4)
+    logits.sum().backward()
+    unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert unused == {"dinov2.embeddings.mask_token"}  # frozen: data parallelism needs all other gradients
+    assert not model.dinov2.embeddings.mask_token.requires_grad
 
 
 @pytest.mark.parametrize("version", [2, 3])
