@@ -182,6 +182,14 @@ def test_nan_in_checkpoint_is_refused(arguments, text, tmp_path):
         crosshead.convert(source, tmp_path / "out", calibration=text, **arguments)
 
 
+def test_active_budget_with_saved_calibration_is_refused(tmp_path):
+    source, saved = write_stock(tmp_path / "source"), tmp_path / "saved.safetensors"
+    shrink = {"explicit": {"key_heads": 1}}
+    crosshead.convert(source, tmp_path / "made", shrink, save_calibration=saved, verify=False)
+    with pytest.raises(ConversionError, match=r"--active fits routers to a text: .*saved\.safetensors"):
+        crosshead.convert(source, tmp_path / "other", {}, active="50%", calibration=saved)
+
+
 def test_active_head_counts_are_tried_in_sixths():
     assert active_to_try(4) == [1, 2, 3]
     assert active_to_try(9) == [2, 3, 4, 6, 8]
