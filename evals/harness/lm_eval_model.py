@@ -91,6 +91,13 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
         )
     except OverflowError as error:
         raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from error
+    except EvalError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise EvalError(
+            f"lm_eval cannot score {', '.join(tasks)} ({one_line(error)}): correct the task's metrics or data, "
+            "or choose other tasks with --tasks"
+        ) from error
     truncated = Counter(task for task, _ in checked.truncated)
     return {**results, "context": checked.max_length, "truncated": truncated}
 

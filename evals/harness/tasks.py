@@ -139,10 +139,11 @@ def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
     try:
         content = manager.load([benchmark.task])
     except Exception as error:  # the network, the disk, the task's own code
-        raise EvalError(
-            f"the task {benchmark.task} cannot be loaded ({one_line(error)}): check the connection; "
-            "`--suite offline` needs none"
-        ) from error
+        if isinstance(error, FileNotFoundError):
+            advice = "check its files; paths are relative to the current directory"
+        else:
+            advice = "check the connection; `--suite offline` needs none"
+        raise EvalError(f"the task {benchmark.task} cannot be loaded ({one_line(error)}): {advice}") from error
     tasks = list(content["tasks"].values())
     if not tasks:
         raise EvalError(f"the task {benchmark.task} has no members in this harness")

@@ -79,6 +79,9 @@ def workdir(models, tmp_path, monkeypatch):
     write_task(mine, "long_answer", WRITTEN, [ITEM], generation_kwargs={"until": ["."], "max_gen_toks": 128})
     write_task(mine, "runs_code", WRITTEN, [ITEM], unsafe_code=True)
     write_task(mine, "far_away", CHOICE, dataset_path="org/none", dataset_kwargs=None)
+    write_task(mine, "no_file", CHOICE, dataset_kwargs={"data_files": {"test": "none.jsonl"}})
+    classes = [ITEM | {"choices": ["a", "b", "c"], "label": label} for label in range(3)]
+    write_task(mine, "classes", CHOICE, classes, metric_list=[{"metric": "f1"}])
     (mine / "both.yaml").write_text("group: both\ntask: [blank, no_answer]\n")
     (mine / "hidden.yaml").write_text("group: hidden\ntask: [runs_code]\n")
     monkeypatch.chdir(tmp_path)
@@ -120,6 +123,8 @@ CASES = {
     f"model {MINE} long_answer": ["long_answer", "128"],
     f"model {MINE} runs_code": ["runs_code", "--confirm-run-unsafe-code"],
     f"model {MINE} far_away": ["far_away", "offline"],
+    f"model {MINE} no_file": ["no_file", "none.jsonl", "current directory"],
+    f"model {MINE} classes": ["classes", "multiclass", "metrics"],
     "model --tasks ,": ["--tasks"],
 }
 """Arguments of `crosshead eval` -> words of the one-line error."""
