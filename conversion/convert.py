@@ -273,6 +273,7 @@ def _save_calibration(path: Path, target: Path) -> None:
     """Copy a calibration file atomically."""
     partial = target.with_name(f".{target.name}.partial")
     try:
+        partial.unlink(missing_ok=True)  # it may be a link to another file
         shutil.copyfile(path, partial)
         partial.replace(target)
     except OSError as error:

@@ -94,8 +94,9 @@ def _files(folder: Path) -> dict[str, int]:
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) and name != ".gitattributes":
             raise FolderError(f"{folder} contains the hidden file {name}: remove or rename it")
-        if path.is_symlink() and not path.exists():
-            raise FolderError(f"{folder} contains the broken link {name}: replace it by the file")
+        if path.is_symlink() and not path.is_file():
+            kind = "link to a folder" if path.is_dir() else "broken link"
+            raise FolderError(f"{folder} contains the {kind} {name}: replace it by the files")
         if (target := foreign_link(path, folder)) is not None:
             raise FolderError(f"{folder} contains the link {name} to {target}: replace it by the file")
         if path.is_file():

@@ -60,13 +60,25 @@ def tokenizer_code(workspace):
     )
 
 
-@pytest.mark.parametrize("damage", [other_code, tokenizer_code])
+def linked_code(workspace):
+    """Add code that `generate` runs, in a linked folder."""
+    (workspace / "elsewhere/custom_generate").mkdir()
+    (workspace / "elsewhere/custom_generate/generate.py").write_text(f"open({str(workspace / 'ran')!r}, 'w')\n")
+    (workspace / "made/custom_generate").symlink_to(workspace / "elsewhere/custom_generate")
+
+
+def code_of_other_repository(workspace):
+    mapped = {"AutoTokenizer": ["configuration_crosshead.x/other--tok.T", None]}
+    edit_json(workspace / "made", "tokenizer_config.json", auto_map=mapped)
+
+
+@pytest.mark.parametrize("damage", [other_code, tokenizer_code, linked_code, code_of_other_repository])
 @pytest.mark.parametrize("command", ["verify source made", "push made me/x --dry-run"])
 def test_remote_code_of_model_folder_does_not_run(damage, command, workspace, capfd, monkeypatch):
     damage(workspace)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and err.count("\n") == 1 and not (workspace / "ran").exists()
-    assert "--trust-remote-code" in err or "of this machine" in err
+    assert any(words in err for words in ("--trust-remote-code", "of this machine", "link to a folder"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "LICENSE", "1_Pooling/config.json"])
@@ -146,6 +158,7 @@ def test_nested_yaml_aliases_are_limited():
 
 def test_messages_hide_passwords_and_escape_codes(capsys):
     assert one_line(OSError("no answer of http://me:word@host:9/x")) == "no answer of http://host:9/x"
+    assert one_line(OSError("403 for 'https://host/x?Signature=a%2Fb&Policy=c' (x)")) == "403 for 'https://host/x' (x)"
     complain("model_type '\x1b[31mllama'", 1)
     assert capsys.readouterr().err == "crosshead: model_type '\\x1b[31mllama'\n"
 

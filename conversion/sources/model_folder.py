@@ -71,7 +71,8 @@ Advance = Callable[[int], None]
 def model_files(folder: Path) -> set[str]:
     """Return the names of a folder's files that belong to the model; others, such as a model card, are the user's."""
     weights = _object(_read_json(folder / INDEX).get("weight_map"))
-    names = _MODEL_FILES | {str(file) for file in weights.values()} | _remote_code(folder)
+    shards = {str(file) for file in weights.values() if str(file).endswith(".safetensors")}
+    names = _MODEL_FILES | shards | _remote_code(folder)
     return {name for name in os.listdir(folder) if name in names or _SHARD.fullmatch(name)}
 
 
@@ -164,14 +165,20 @@ def code_references(folder: Path) -> list[str]:
 
 
 def foreign_code(folder: Path) -> str | None:
-    """Return the first Python file or reference to code in a folder that is not crosshead's own; None if all are."""
+    """Return the first Python file or reference to code in a folder that is not crosshead's own; None if all are.
+
+    A link to a folder, in which `rglob` does not search for code, also counts as foreign.
+    """
+    linked = next((path.name for path in sorted(folder.rglob("*")) if path.is_symlink() and path.is_dir()), None)
+    if linked is not None:
+        return linked
     files, references = sorted(folder.rglob("*.py")), code_references(folder)
     content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or references else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "crosshead" else {}
     for file in files:
         if not file.is_file() or own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name
-    return next((reference for reference in references if f"{reference.split('.')[0]}.py" not in own), None)
+    return next((name for name in references if "--" in name or f"{name.split('.')[0]}.py" not in own), None)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:

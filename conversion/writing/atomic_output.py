@@ -62,7 +62,9 @@ class AtomicOutput:
         """Finish moving files to the target, in this run or after a killed one, and remove the remaining files."""
         publishing = self._publishing.exists()
         if publishing:
-            self._move_in(json.loads(self._publishing.read_bytes()))
+            old = json.loads(self._publishing.read_bytes())
+            self._check_move(old)
+            self._move_in(old)
         if publishing or not self.folder.exists():
             for path in self._siblings.glob("*"):
                 path.replace(self._target.parent / path.name)
@@ -134,6 +136,17 @@ class AtomicOutput:
             self.folder.rename(self._target)
         self.recover()
         return others
+
+    def _check_move(self, old: Sequence[str]) -> None:
+        """Refuse a working directory that no conversion wrote: its names could remove or replace any folder."""
+        new, beside = [path.name for path in self.folder.glob("*")], [path.name for path in self._siblings.glob("*")]
+        folders = {path.name for place in (self.folder, self._target) for path in place.glob("*") if path.is_dir()}
+        strange = [name for name in (*old, *new) if Path(name).name != name or name in folders - FOLDERS.keys()]
+        strange += [name for name in beside if not name.startswith(f"{self._target.name}.")]
+        if strange:
+            raise ConversionError(
+                f"{self.work} was not written by crosshead, since it contains {strange[0]!r}: check it, and remove it"
+            )
 
     def _move_in(self, old: Sequence[str]) -> None:
         """Move the model in and remove the files `old`; config.json moves last, so that no mixture can be loaded."""

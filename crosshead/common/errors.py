@@ -10,6 +10,8 @@ BARE = (LookupError, ArithmeticError, AttributeError)
 """Exceptions whose message is often only a name or a number."""
 CREDENTIALS = re.compile(r"(\b\w+://)[^/@\s]+@")
 """Matches user name and password after the scheme of a URL."""
+QUERY = re.compile(r"(\bhttps?://[^\s?]+)\?[^\s'\")]+")
+"""Matches a URL with a query, which may contain a signature."""
 FULL_DISK = ("No space left on device", "Disk quota exceeded")
 """Parts of the messages of the operating system, also inside those of libraries."""
 
@@ -40,8 +42,13 @@ class FolderError(ValueError):
 
 def one_line(error: BaseException) -> str:
     """The message of an exception on one line, without credentials; with its type if it is BARE or has no message."""
-    message = CREDENTIALS.sub(r"\1", " ".join(str(error).split()))
+    message = without_secrets(str(error))
     return f"{type(error).__name__} {message}".strip() if isinstance(error, BARE) or not message else message
+
+
+def without_secrets(message: str) -> str:
+    """The message on one line, without credentials and queries in URLs."""
+    return QUERY.sub(r"\1", CREDENTIALS.sub(r"\1", " ".join(message.split())))
 
 
 @contextmanager

@@ -1,14 +1,11 @@
 """Reads the rows of a dataset on the Hub or of a local copy; every error of datasets becomes one line."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from .errors import one_line
 
-SIGNED_QUERY = re.compile(r"\?\S*")
-"""Matches the query of a URL, which may contain a signature."""
 EMPTY_SPLIT = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
 """Parts of the error messages of datasets about a split or a file without rows."""
 
@@ -41,7 +38,7 @@ def reading_hub(path: str, split: str, error_type: type[ValueError]) -> Iterator
     except error_type:
         raise
     except Exception as error:  # of the library, the network or a file format
-        reason = SIGNED_QUERY.sub("", one_line(error.__cause__ or error))
+        reason = one_line(error.__cause__ or error)
         if any(words in reason for words in EMPTY_SPLIT):
             raise error_type(
                 f"the Hub dataset {path} has an empty split {split!r}, or an empty file in it: choose another, or "

@@ -20,6 +20,8 @@ ANY_SIZE = ("dinov2", "transnext")
 """Architectures that read images of any size, because they interpolate their positions; `image_size` is only that of
 the pretraining, and the image processor usually gives another one."""
 
+MAX_PIXELS = 2**26
+"""Maximum number of pixels of an image file: 200 MB when decoded."""
 MAX_SIDE = 65_536
 """Maximum height and width of an image whose cost is computed."""
 
@@ -59,9 +61,14 @@ def open_processor(model: str | Path, place: str, error_type: type[ValueError] =
 
 
 def upright(image: Any, channels: int) -> Any:
-    """Rotate a Pillow image by its EXIF data and convert it to 1 or 3 channels; `ValueError` for more than 8 bits."""
+    """Rotate a Pillow image by its EXIF data and convert it to 1 or 3 channels.
+
+    `ValueError` for more than 8 bits, or too many pixels.
+    """
     from PIL import ImageOps
 
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"it has {image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}")
     if image.mode == "F" or (image.mode.startswith("I") and image.convert("I").getextrema()[1] > HIGHEST):
         raise ValueError(f"its pixels (mode {image.mode}) need more than 8 bits, and would be cut off at {HIGHEST}")
     ImageOps.exif_transpose(image, in_place=True)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForImageClassification
 
@@ -174,6 +175,15 @@ def test_missing_pillow_names_pip_install(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_pillow)
     with pytest.raises(ConversionError, match="pip install pillow"):
         crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": 2}}, calibration=images)
+
+
+def test_image_with_too_many_pixels_is_not_decoded(tmp_path, monkeypatch):
+    source, folder = write_image_model(tmp_path / "source"), tmp_path / "images"
+    folder.mkdir()
+    Image.new("1", (9000, 9000)).save(folder / "large.png")
+    monkeypatch.setattr(Image.Image, "convert", None)
+    with pytest.raises(ConversionError, match=r"large\.png cannot be read: it has 9,000 x 9,000 pixels"):
+        crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": 2}}, calibration=folder)
 
 
 def test_mismatched_or_missing_image_processor_is_refused(tmp_path):

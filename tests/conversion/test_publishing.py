@@ -1,6 +1,7 @@
 """Publishing a finished model: existing targets, interruptions, mount points and folders without permission."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -73,7 +74,7 @@ OLD = {
     "config.json": '{"auto_map": {"AutoConfig": "code.Config", "AutoTokenizer": ["gone.T", null]}}',
     "code.py": "from .more import x",
     "more.py": "x = 1",
-    "model.safetensors.index.json": '{"weight_map": {"a": "own-name.safetensors"}}',
+    "model.safetensors.index.json": '{"weight_map": {"a": "own-name.safetensors", "b": "notes.txt"}}',
     "own-name.safetensors": "old",
     "model.safetensors": "old",
     "model-00001-of-00002.safetensors": "old",
@@ -87,7 +88,7 @@ OLD = {
 
 OTHERS = {
     "README.md": "a card",
-    "notes.txt": "mine",
+    "notes.txt": "mine",  # although the old model's index names it
     "run.py": "mine",
     "lora.safetensors": "mine",
     ".gitattributes": "",
@@ -140,6 +141,29 @@ def test_work_folder_without_model_is_removed_by_next_run(tmp_path):
         run(tmp_path / "out")
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == list(SHARDS)[:2]
+
+
+@pytest.mark.parametrize(
+    ("planted", "removed"),
+    [
+        ({}, ["thesis"]),
+        ({}, ["../thesis"]),
+        ({}, ["/thesis"]),
+        ({"model/thesis/text": "other"}, []),
+        ({"siblings/thesis": "other"}, []),
+    ],
+    ids=str,
+)
+def test_planted_work_folder_moves_and_removes_nothing(planted, removed, tmp_path):
+    """A folder with the name of a work folder, such as one from an archive, cannot remove or replace other files."""
+    content = {"model/config.json": "{}", "publish.json": json.dumps(removed)} | planted
+    fill(tmp_path / ".out.crosshead-partial", content)
+    for folder in (tmp_path, tmp_path / "out"):
+        fill(folder, {"thesis/text": "mine"})
+    with pytest.raises(ConversionError, match=r"\.out\.crosshead-partial was not written by crosshead.*thesis"):
+        run(tmp_path / "out", overwrite=True)
+    for folder in (tmp_path, tmp_path / "out"):
+        assert (folder / "thesis" / "text").read_text() == "mine"
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ TOKENS = {  # in two parts each, so that no scanner takes this file for a leak
     "OpenAI project": "sk" + f"-proj-{MIXED[:30]}_-{MIXED[:30]}",
     "Anthropic": "sk" + f"-ant-api03-{MIXED[:40]}-_AA",
     "Amazon": "AKIA" + "ABCDEFGH12345678",
+    "Amazon secret": "AWS_SECRET" + f"_ACCESS_KEY={MIXED[:40]}",
     "npm": "npm" + f"_{MIXED[:36]}",
     "PyPI": "pypi" + f"-AgEIcHlwaS5vcmc{MIXED}-_",
     "PyPI test server": "pypi" + f"-AgENdGVzdC5weXBpLm9yZw{MIXED}",
@@ -63,6 +64,11 @@ def test_words_and_names_are_not_matched():
     assert [word for word in WORDS if TOKEN.search(word)] == []
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     assert TOKEN.search(json.dumps({"model": {"vocab": vocabulary, "merges": WORDS}})) is None
+
+
+@pytest.mark.parametrize("part", ["xoxb-", "-eyJaaaaaaaaaa", "-----BEGIN "])
+def test_repeated_beginnings_of_tokens_take_linear_time(part):
+    assert TOKEN.search(part * (1_000_000 // len(part))) is None  # hours, if a search read the rest for each beginning
 
 
 def test_plain_text_is_not_matched():

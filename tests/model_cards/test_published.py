@@ -85,6 +85,12 @@ def linked(folder):
     (folder / "gone.json").symlink_to(folder / "nowhere")
 
 
+def linked_folder(folder):
+    """Add a symbolic link to a folder, with the name of the folder."""
+    (folder.parent / "elsewhere").mkdir()
+    (folder / "elsewhere").symlink_to("../elsewhere")
+
+
 def test_complete_model_folder_passes(made):
     files = check_folder(made)
     assert files == {path.name: path.stat().st_size for path in made.iterdir()}
@@ -121,7 +127,8 @@ def test_complete_model_folder_passes(made):
         (pickled, "notes.txt"),
         (write("blob", b"\xff\xfe\xfd"), "blob"),
         (write(".env", "A=1"), ".env"),
-        (linked, "gone.json"),
+        (linked, "broken link gone.json"),
+        (linked_folder, "link to a folder elsewhere"),
         (write("README.md", "# Without a head\n"), "library_name"),
         (write("README.md", "---\nlibrary_name: [\n---\n"), "made/README.md"),
         (
