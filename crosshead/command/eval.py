@@ -37,9 +37,7 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas, instead of a suite.")
     ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="Directory with your own tasks as YAML files; Python functions in it are run.")
-    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Directory with your own tasks, whose code runs.")] = None,
     data: DataOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Number of items of each task, from the first. Default: all, or 200 with quick.")
