@@ -7,7 +7,7 @@ older `upload_large_folder` is deprecated and missing in version 2 of the client
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -64,8 +64,8 @@ class Pushed:
     """True if the repository is private. An existing repository keeps its visibility."""
 
 
-def push(folder: Path, repository: str, private: bool = True) -> Pushed:
-    """Upload all files of the folder, and create the repository if it does not exist.
+def push(folder: Path, repository: str, private: bool = True, names: Iterable[str] | None = None) -> Pushed:
+    """Upload all files of the folder, or only those with `names`; create the repository if it does not exist.
 
     With `private`, an existing public repository is an error. Model files in the repository that the folder lacks,
     such as weights, a chat template or the configuration of an adapter, are deleted, because loaders would read them;
@@ -78,7 +78,7 @@ def push(folder: Path, repository: str, private: bool = True) -> Pushed:
         is_private = bool(_retry(lambda: api.model_info(created.repo_id)).private)
         if private and not is_private:
             raise PushError(f"{repository} already exists and is public: choose another name, or add --public")
-        return Pushed(created, _retry(lambda: _upload(api, folder, created.repo_id)), is_private)
+        return Pushed(created, _retry(lambda: _upload(api, folder, created.repo_id, names)), is_private)
     except PushError:
         raise
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client
@@ -110,12 +110,19 @@ def _check_on_the_hub(path: Path) -> None:
         raise PushError(f"the Hub rejects the metadata of {path}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _upload(api: HfApi, folder: Path, repository: str) -> str:
-    """Upload the folder and delete other model files in the repository; return the hash of the commit."""
+def _upload(api: HfApi, folder: Path, repository: str, names: Iterable[str] | None) -> str:
+    """Upload the files, delete other model files in the repository, and return the hash of the commit."""
     local = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     remote = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]
     old = [escape(name) for name in remote if name not in local]
-    done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE, delete_patterns=old)
+    uploaded = None if names is None else [escape(name) for name in names]
+    done = api.upload_folder(
+        repo_id=repository,
+        folder_path=folder,
+        commit_message=MESSAGE,
+        allow_patterns=uploaded,
+        delete_patterns=old,
+    )
     return done.oid
 
 

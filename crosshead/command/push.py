@@ -1,5 +1,6 @@
 """`crosshead push`: checks a model and uploads it to the Hub."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -38,15 +39,21 @@ def push(
         kind = "public" if public else "private"
         typer.echo(f"{byte_size(sum(files.values())):>12}  to {repository}, {kind}, as {release()}")
         return
-    publish(model, repository, not public)
+    publish(model, repository, not public, files)
 
 
-def publish(model: Path, repository: str, private: bool) -> None:
-    """Upload a folder that passed `checked`, and tag the commit with the version of crosshead."""
+def publish(model: Path, repository: str, private: bool, files: Iterable[str]) -> None:
+    """Upload the files that passed `checked`, and tag the commit with the version of crosshead."""
+    from crosshead.conversion.sources.model_folder import model_files
+    from crosshead.model_cards.card import README
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
-    pushed = upload(model, repository, private)
+    known = model_files(model) | {README}
+    others = [name for name in files if name.split("/")[0] not in known]
+    if others:
+        typer.echo(f"uploading files beside the model: {', '.join(others)}")
+    pushed = upload(model, repository, private, files)
     typer.echo(f"pushed to {pushed.address}")
     if pushed.private and not private:
         typer.echo("the repository is private and stays so: change its visibility in its settings on the Hub")

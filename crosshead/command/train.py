@@ -88,8 +88,7 @@ def _push(model: Path, hub: Any) -> None:
     try:
         if not (model / "README.md").exists():
             write_card(model)
-        checked(model)
-        publish(model, hub.repo, hub.private)
+        publish(model, hub.repo, hub.private, checked(model))
     except ValueError as error:
         raise ValueError(f"{model} is complete, but not pushed: {error}; the same command pushes it") from error
 

@@ -70,7 +70,7 @@ def test_private_push_to_public_repository_is_refused(folder, hub):
 
 def test_private_repository_stays_private(folder, hub, capsys):
     push(folder, "org/model")
-    publish(folder, "org/model", private=False)
+    publish(folder, "org/model", private=False, files=FILES)
     assert hub.repositories["org/model"].private and "private and stays so" in capsys.readouterr().out
 
 
@@ -121,6 +121,14 @@ def test_invalid_card_stops_the_push(folder, hub):
     with pytest.raises(PushError, match=r"README\.md.*license") as caught:
         push(folder, "org/model")
     assert "\n" not in str(caught.value) and hub.repositories == {}
+
+
+def test_push_uploads_only_the_given_names(folder, hub):
+    (folder / "[a]").mkdir()
+    for name in ("later.txt", "[a]/b.txt"):
+        (folder / name).write_text("")
+    push(folder, "org/model", names=["config.json", "[a]/b.txt"])
+    assert hub.repositories["org/model"].files.keys() == {"config.json", "[a]/b.txt"}
 
 
 def test_push_deletes_weights_of_earlier_model(folder, hub):
