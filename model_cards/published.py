@@ -96,7 +96,7 @@ def _files(folder: Path) -> dict[str, int]:
             raise FolderError(f"{folder} contains the hidden file {name}: remove or rename it")
         if path.is_symlink() and not path.is_file():
             kind = "link to a folder" if path.is_dir() else "broken link"
-            raise FolderError(f"{folder} contains the {kind} {name}: replace it by the files")
+            raise FolderError(f"{folder} contains the {kind} {name}: replace it by a copy")
         if (target := foreign_link(path, folder)) is not None:
             raise FolderError(f"{folder} contains the link {name} to {target}: replace it by the file")
         if path.is_file():

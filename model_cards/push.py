@@ -7,7 +7,7 @@ older `upload_large_folder` is deprecated and missing in version 2 of the client
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -64,7 +64,7 @@ class Pushed:
     """True if the repository is private. An existing repository keeps its visibility."""
 
 
-def push(folder: Path, repository: str, private: bool = True, names: Iterable[str] | None = None) -> Pushed:
+def push(folder: Path, repository: str, private: bool = True, names: Collection[str] | None = None) -> Pushed:
     """Upload all files of the folder, or only those with `names`; create the repository if it does not exist.
 
     With `private`, an existing public repository is an error. Model files in the repository that the folder lacks,
@@ -110,7 +110,7 @@ def _check_on_the_hub(path: Path) -> None:
         raise PushError(f"the Hub rejects the metadata of {path}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _upload(api: HfApi, folder: Path, repository: str, names: Iterable[str] | None) -> str:
+def _upload(api: HfApi, folder: Path, repository: str, names: Collection[str] | None) -> str:
     """Upload the files, delete other model files in the repository, and return the hash of the commit."""
     local = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     remote = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]

@@ -72,13 +72,21 @@ def code_of_other_repository(workspace):
     edit_json(workspace / "made", "tokenizer_config.json", auto_map=mapped)
 
 
-@pytest.mark.parametrize("damage", [other_code, tokenizer_code, linked_code, code_of_other_repository])
+REFUSALS = {
+    other_code: ("--trust-remote-code", "of this machine"),
+    tokenizer_code: ("tok.py", "--trust-remote-code"),
+    linked_code: ("the linked folder custom_generate", "link to a folder custom_generate"),
+    code_of_other_repository: ("other--tok.T", "--trust-remote-code"),
+}
+
+
+@pytest.mark.parametrize("damage", REFUSALS)
 @pytest.mark.parametrize("command", ["verify source made", "push made me/x --dry-run"])
 def test_remote_code_of_model_folder_does_not_run(damage, command, workspace, capfd, monkeypatch):
     damage(workspace)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and err.count("\n") == 1 and not (workspace / "ran").exists()
-    assert any(words in err for words in ("--trust-remote-code", "of this machine", "link to a folder"))
+    assert any(words in err for words in REFUSALS[damage]), err
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "LICENSE", "1_Pooling/config.json"])
@@ -159,6 +167,7 @@ def test_nested_yaml_aliases_are_limited():
 def test_messages_hide_passwords_and_escape_codes(capsys):
     assert one_line(OSError("no answer of http://me:word@host:9/x")) == "no answer of http://host:9/x"
     assert one_line(OSError("403 for 'https://host/x?Signature=a%2Fb&Policy=c' (x)")) == "403 for 'https://host/x' (x)"
+    assert one_line(OSError("no url: /x?name=UTF-8''a;&Signature=b, retry")) == "no url: /x, retry"
     complain("model_type '\x1b[31mllama'", 1)
     assert capsys.readouterr().err == "crosshead: model_type '\\x1b[31mllama'\n"
 

@@ -171,7 +171,7 @@ def foreign_code(folder: Path) -> str | None:
     """
     linked = next((path.name for path in sorted(folder.rglob("*")) if path.is_symlink() and path.is_dir()), None)
     if linked is not None:
-        return linked
+        return f"the linked folder {linked}"
     files, references = sorted(folder.rglob("*.py")), code_references(folder)
     content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or references else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "crosshead" else {}

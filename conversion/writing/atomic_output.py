@@ -28,7 +28,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 from crosshead.common.file_bytes import byte_size
 
-from ..sources.model_folder import CONFIG, FOLDERS, model_files, write_json
+from ..sources.model_folder import CONFIG, FOLDERS, RECORD, model_files, write_json
 from ..sources.tensor_store import Entry
 from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
@@ -61,9 +61,9 @@ class AtomicOutput:
     def recover(self) -> None:
         """Finish moving files to the target, in this run or after a killed one, and remove the remaining files."""
         publishing = self._publishing.exists()
+        old = json.loads(self._publishing.read_bytes()) if publishing else []
+        self._check_names(old)
         if publishing:
-            old = json.loads(self._publishing.read_bytes())
-            self._check_move(old)
             self._move_in(old)
         if publishing or not self.folder.exists():
             for path in self._siblings.glob("*"):
@@ -137,15 +137,17 @@ class AtomicOutput:
         self.recover()
         return others
 
-    def _check_move(self, old: Sequence[str]) -> None:
-        """Refuse a working directory that no conversion wrote: its names could remove or replace any folder."""
-        new, beside = [path.name for path in self.folder.glob("*")], [path.name for path in self._siblings.glob("*")]
+    def _check_names(self, old: Any) -> None:
+        """Refuse a work directory that crosshead did not write: moving it could remove folders or files elsewhere."""
+        names = [*old, *(path.name for path in self.folder.glob("*"))] if isinstance(old, list) else [None]
         folders = {path.name for place in (self.folder, self._target) for path in place.glob("*") if path.is_dir()}
-        strange = [name for name in (*old, *new) if Path(name).name != name or name in folders - FOLDERS.keys()]
-        strange += [name for name in beside if not name.startswith(f"{self._target.name}.")]
+        strange = [name for name in names if not _is_plain(name) or name in folders - FOLDERS.keys()]
+        strange += [path.name for path in (self.work, self.folder, self._siblings) if path.is_symlink()]
+        record = f"{self._target.name}.{RECORD}"
+        strange += [path.name for path in self._siblings.glob("*") if path.name != record]
         if strange:
             raise ConversionError(
-                f"{self.work} was not written by crosshead, since it contains {strange[0]!r}: check it, and remove it"
+                f"{self.work} was not written by crosshead, since it names {strange[0]!r}: check it, and remove it"
             )
 
     def _move_in(self, old: Sequence[str]) -> None:
@@ -215,6 +217,11 @@ class AtomicOutput:
 
     def _write_journal(self) -> None:
         write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
+
+
+def _is_plain(name: Any) -> bool:
+    """True for the name of a file in a folder, without a path."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """`crosshead push`: checks a model and uploads it to the Hub."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -42,17 +42,17 @@ def push(
     publish(model, repository, not public, files)
 
 
-def publish(model: Path, repository: str, private: bool, files: Iterable[str]) -> None:
+def publish(model: Path, repository: str, private: bool, files: Collection[str]) -> None:
     """Upload the files that passed `checked`, and tag the commit with the version of crosshead."""
     from crosshead.conversion.sources.model_folder import model_files
     from crosshead.model_cards.card import README
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
-    known = model_files(model) | {README}
+    known = model_files(model) | {README, ".gitattributes"}
     others = [name for name in files if name.split("/")[0] not in known]
     if others:
-        typer.echo(f"uploading files beside the model: {', '.join(others)}")
+        typer.echo(f"also uploading files that are not part of the model: {ascii(others)[1:-1]}")
     pushed = upload(model, repository, private, files)
     typer.echo(f"pushed to {pushed.address}")
     if pushed.private and not private:

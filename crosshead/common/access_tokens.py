@@ -18,15 +18,16 @@ FORMS = (
     r"ya29\.[A-Za-z0-9_-]{20,}",
     r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})",  # OpenAI, Anthropic and others
     r"AKIA[0-9A-Z]{16}\b",  # Amazon
-    r"(?i:aws_secret_access_key)\W{1,4}[A-Za-z0-9/+]{40}",
+    r"(?i:aws_secret_access_key)\W{1,10}(?!/)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
     r"npm_[A-Za-z0-9]{36}(?![A-Za-z0-9])",
     r"pypi-AgE[A-Za-z0-9_-]{50,}",  # PyPI and its test server
-    r"eyJ[A-Za-z0-9_-]{10,2000}+\.eyJ[A-Za-z0-9_-]{10,}+\.[A-Za-z0-9_-]{10,}",  # JSON web tokens
 )
 """Regular expressions of the access tokens of common services, for which a search takes time linear in the text."""
 BEFORE = (r"(?<![A-Za-z0-9])", r"(?<=%[0-9A-Fa-f]{2})", r"(?<=\\[bfnrt])", r"(?<=\\u[0-9A-Fa-f]{4})")
 """Lookbehinds: before a token stands no letter or digit, except as part of a URL escape or a JSON escape."""
-TOKEN = re.compile(rf"(?:{'|'.join(BEFORE)})(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----")
+WEB_TOKEN = r"(?<=[A-Za-z0-9_-]{10})\.eyJ[A-Za-z0-9_-]{10,}+\.[A-Za-z0-9_-]{10,}"
+"""Matches a JSON web token from the end of its header on."""
+TOKEN = re.compile(rf"(?:{'|'.join(BEFORE)})(?:{'|'.join(FORMS)})|{WEB_TOKEN}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 """Matches an access token of a common service, in plain text or after an escape such as `\\n`, or a private key."""
 
 

@@ -10,8 +10,8 @@ BARE = (LookupError, ArithmeticError, AttributeError)
 """Exceptions whose message is often only a name or a number."""
 CREDENTIALS = re.compile(r"(\b\w+://)[^/@\s]+@")
 """Matches user name and password after the scheme of a URL."""
-QUERY = re.compile(r"(\bhttps?://[^\s?]+)\?[^\s'\")]+")
-"""Matches a URL with a query, which may contain a signature."""
+QUERY = re.compile(r"\?[\w.%*-]{1,100}=\S*?(?=['\"),.;:>`]{0,3}(?:\s|$))")
+"""Matches the query of a URL, which may contain a signature, up to the punctuation that follows the URL."""
 FULL_DISK = ("No space left on device", "Disk quota exceeded")
 """Parts of the messages of the operating system, also inside those of libraries."""
 
@@ -41,14 +41,12 @@ class FolderError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, without credentials; with its type if it is BARE or has no message."""
-    message = without_secrets(str(error))
+    """The message of an exception on one line, without credentials and queries of URLs.
+
+    It begins with the type if that is BARE or there is no message.
+    """
+    message = QUERY.sub("", CREDENTIALS.sub(r"\1", " ".join(str(error).split())))
     return f"{type(error).__name__} {message}".strip() if isinstance(error, BARE) or not message else message
-
-
-def without_secrets(message: str) -> str:
-    """The message on one line, without credentials and queries in URLs."""
-    return QUERY.sub(r"\1", CREDENTIALS.sub(r"\1", " ".join(message.split())))
 
 
 @contextmanager

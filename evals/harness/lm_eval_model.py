@@ -96,7 +96,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise EvalError(
             f"lm_eval cannot score {', '.join(tasks)} ({one_line(error)}): correct the task's metrics or data, "
-            "or choose other tasks with --tasks"
+            "or choose other tasks with --tasks; --debug shows where it failed"
         ) from error
     truncated = Counter(task for task, _ in checked.truncated)
     return {**results, "context": checked.max_length, "truncated": truncated}

@@ -139,7 +139,7 @@ def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
     try:
         content = manager.load([benchmark.task])
     except Exception as error:  # the network, the disk, the task's own code
-        if isinstance(error, FileNotFoundError):
+        if type(error) is FileNotFoundError:  # not errors of the Hub, which are of subclasses
             advice = "check its files; paths are relative to the current directory"
         else:
             advice = "check the connection; `--suite offline` needs none"

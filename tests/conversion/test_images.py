@@ -180,9 +180,9 @@ def test_missing_pillow_names_pip_install(tmp_path, monkeypatch):
 def test_image_with_too_many_pixels_is_not_decoded(tmp_path, monkeypatch):
     source, folder = write_image_model(tmp_path / "source"), tmp_path / "images"
     folder.mkdir()
-    Image.new("1", (9000, 9000)).save(folder / "large.png")
+    Image.new("1", (12000, 12000)).save(folder / "large.png")
     monkeypatch.setattr(Image.Image, "convert", None)
-    with pytest.raises(ConversionError, match=r"large\.png cannot be read: it has 9,000 x 9,000 pixels"):
+    with pytest.raises(ConversionError, match=r"large\.png cannot be read: it has 12,000 x 12,000 pixels"):
         crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": 2}}, calibration=folder)
 
 

@@ -149,21 +149,38 @@ def test_work_folder_without_model_is_removed_by_next_run(tmp_path):
         ({}, ["thesis"]),
         ({}, ["../thesis"]),
         ({}, ["/thesis"]),
+        ({}, [".."]),
+        ({}, [""]),
+        ({}, {"a": "thesis"}),
         ({"model/thesis/text": "other"}, []),
-        ({"siblings/thesis": "other"}, []),
+        ({"siblings/thesis.txt": "other"}, []),
+        ({"siblings/out.py": "other"}, None),
     ],
     ids=str,
 )
-def test_planted_work_folder_moves_and_removes_nothing(planted, removed, tmp_path):
-    """A folder with the name of a work folder, such as one from an archive, cannot remove or replace other files."""
-    content = {"model/config.json": "{}", "publish.json": json.dumps(removed)} | planted
-    fill(tmp_path / ".out.crosshead-partial", content)
+def test_planted_work_folder_removes_no_folder_and_no_file_elsewhere(planted, removed, tmp_path):
+    """A folder with the name of a work folder may come from an archive; without publish.json, only siblings move."""
+    whole = {"model/config.json": "{}", "publish.json": json.dumps(removed)}
+    fill(tmp_path / ".out.crosshead-partial", planted | (whole if removed is not None else {}))
+    mine = {"thesis/text": "mine", "thesis.txt": "mine", "out.py": "mine"}
     for folder in (tmp_path, tmp_path / "out"):
-        fill(folder, {"thesis/text": "mine"})
-    with pytest.raises(ConversionError, match=r"\.out\.crosshead-partial was not written by crosshead.*thesis"):
+        fill(folder, mine)
+    with pytest.raises(ConversionError, match=r"\.out\.crosshead-partial was not written by crosshead"):
         run(tmp_path / "out", overwrite=True)
-    for folder in (tmp_path, tmp_path / "out"):
-        assert (folder / "thesis" / "text").read_text() == "mine"
+    for name, folder in product(mine, (tmp_path, tmp_path / "out")):
+        assert (folder / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("linked", ["", "model", "siblings"])
+def test_linked_work_folder_is_refused(linked, tmp_path):
+    work, docs = tmp_path / ".out.crosshead-partial", tmp_path / "docs"
+    fill(docs, {"text": "mine"})
+    if linked:
+        work.mkdir()
+    (work / linked).symlink_to(docs)
+    with pytest.raises(ConversionError, match="was not written by crosshead"):
+        run(tmp_path / "out")
+    assert (docs / "text").read_text() == "mine" and not (tmp_path / "out").exists()
 
 
 @pytest.fixture

@@ -89,14 +89,14 @@ def test_push_uploads_files_and_tags_the_release(made, run_cli, hub):
     hub.failing["commit"] = 1
     status, out, err = run_cli("push made org/model")
     assert (status, err) == (0, "") and f"{hub.address}/org/model" in out and release() in out
-    assert "beside the model" not in out
+    assert "not part of the model" not in out
     repository = hub.repositories["org/model"]
     assert repository.private and repository.files == {path.name: path.read_bytes() for path in made.iterdir()}
     assert repository.tags == {release(): repository.commit} and hub.tokens == {TOKEN}
     before = repository.commit
     (made / "note.md").write_text("more\n")
     status, out, err = run_cli("push made org/model")
-    assert status == 0 and release() in out and before[:12] in out and "beside the model: note.md\n" in out
+    assert status == 0 and release() in out and before[:12] in out and "not part of the model: 'note.md'\n" in out
     assert repository.files["note.md"] == b"more\n" and "note.md" not in repository.at(release())
 
 
