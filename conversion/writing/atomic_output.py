@@ -139,12 +139,12 @@ class AtomicOutput:
 
     def _check_names(self, old: Any) -> None:
         """Refuse a work directory that crosshead did not write: moving it could remove folders or files elsewhere."""
-        names = [*old, *(path.name for path in self.folder.glob("*"))] if isinstance(old, list) else [None]
+        new = [path.name for path in self.folder.glob("*")] if self._publishing.exists() else []
+        names = [*old, *new] if isinstance(old, list) else [None]
         folders = {path.name for place in (self.folder, self._target) for path in place.glob("*") if path.is_dir()}
         strange = [name for name in names if not _is_plain(name) or name in folders - FOLDERS.keys()]
         strange += [path.name for path in (self.work, self.folder, self._siblings) if path.is_symlink()]
-        record = f"{self._target.name}.{RECORD}"
-        strange += [path.name for path in self._siblings.glob("*") if path.name != record]
+        strange += [path.name for path in self._siblings.glob("*") if path.name != f"{self._target.name}.{RECORD}"]
         if strange:
             raise ConversionError(
                 f"{self.work} was not written by crosshead, since it names {strange[0]!r}: check it, and remove it"

@@ -27,7 +27,7 @@ def write_many_shards(target):
                 items = [(entry, partial(chunks, 99 * i + j)) for j, entry in enumerate(entries)]
                 output.record(file, write_shard(output.folder / file, items))
         (output.folder / "config.json").write_text("{}")
-        output.sibling(f"{target.name}.record").write_text("of it")
+        output.sibling(f"{target.name}.conversion.json").write_text("of it")
         output.publish()
 
 
@@ -58,10 +58,15 @@ def test_process_killed_at_random_times_leaves_complete_or_no_model(tmp_path, wo
         assert not complete or file_contents(target) == whole
         assert target.exists() or not published
         published = published or complete
-        assert not (tmp_path / "out.record").exists() or target.exists()
+        assert not (tmp_path / "out.conversion.json").exists() or target.exists()
     write_many_shards(target)
     assert file_contents(target) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out",
+        "out.conversion.json",
+        "whole",
+        "whole.conversion.json",
+    ]
 
 
 def test_record_is_removed_before_partial_model(tmp_path, monkeypatch):
@@ -75,7 +80,7 @@ def test_record_is_removed_before_partial_model(tmp_path, monkeypatch):
     target, remove = tmp_path / "out", module.remove
     with pytest.raises(KeyboardInterrupt), atomic_output(target, ONE, overwrite=False) as output:
         (output.work / "kept").write_text("for the next run")
-        output.sibling("out.record").write_text("of it")
+        output.sibling("out.conversion.json").write_text("of it")
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "remove", killed)
