@@ -12,6 +12,7 @@ from crosshead.common.access_tokens import TOKEN
 from crosshead.common.atomic_write import write_atomically
 from crosshead.common.errors import ConversionError, EvalError, FolderError, RecipeError, one_line
 from crosshead.common.yaml_text import parse_yaml
+from crosshead.conversion.convert import _save_calibration
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.tolerances import Tolerance, recorded_tolerance
 from crosshead.model_cards.card import card_text
@@ -136,11 +137,12 @@ def test_private_or_unsafe_files_are_not_published(name, content, workspace):
 def test_writes_do_not_follow_planted_symlinks(workspace):
     private = workspace / "private"
     private.write_text("mine")
-    for name in (".conversion.json.partial", ".README.md.partial"):
+    for name in (".conversion.json.partial", ".README.md.partial", ".kept.safetensors.partial"):
         (workspace / "made" / name).symlink_to(private)
     write_json(workspace / "made/conversion.json", {})
     write_atomically({workspace / "made/README.md": "text"})
-    assert private.read_text() == "mine"
+    _save_calibration(workspace / "source/model.safetensors", workspace / "made/kept.safetensors")
+    assert private.read_text() == "mine" and not (workspace / "made/kept.safetensors").is_symlink()
     (workspace / "made/report.md").symlink_to(workspace / "not there")
     with pytest.raises(EvalError, match=r"report\.md is a broken link"):
         write_atomically({workspace / "made/report.md": "text"})

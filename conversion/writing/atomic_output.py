@@ -138,7 +138,7 @@ class AtomicOutput:
         return others
 
     def _check_names(self, old: Any) -> None:
-        """Refuse a work directory that crosshead did not write: moving it could remove folders or files elsewhere."""
+        """Refuse a working directory of another origin: moving it could remove folders, or files elsewhere."""
         new = [path.name for path in self.folder.glob("*")] if self._publishing.exists() else []
         names = [*old, *new] if isinstance(old, list) else [None]
         folders = {path.name for place in (self.folder, self._target) for path in place.glob("*") if path.is_dir()}
