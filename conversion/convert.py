@@ -98,15 +98,19 @@ class MechanismRequest(Request):
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
         """Record activation statistics of the source's heads on the calibration input; choose heads within budgets."""
+        if dry_run and self.auto is None and not self.observers.chooses_groups:
+            return self
         request = self
-        if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
+        if self.auto is not None or self.observers.kinds:
+            request = replace(self, decisions={"calibration": self.text.described()})
+        if self.observers.kinds:
             file = cache / "calibration.safetensors"
             calibration = observe(
                 self.source, self.source_config, self.text, self.observers, file, progress, device=self.device
             )
             if self.user_options.save_calibration is not None and not dry_run:
                 _save_calibration(calibration.path, self.user_options.save_calibration)
-            request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
+            request = replace(request, calibration=calibration)
         if self.auto is not None:
             mixers, chosen = self.auto.resolve(request.calibration, cache, progress)
         elif request.calibration is not None and self.observers.chooses_groups:

@@ -42,7 +42,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
         words += ["--active", str(options["active"])]
     if options.get("allow_inexact"):
         words.append("--allow-inexact")
-    text = record.get("calibration", {})
+    text = options.get("calibration") or record.get("calibration", {})
     if "sha256" in text and not text.get("default"):
         words += ["--calibration", str(text.get("text") or text.get("images") or text.get("saved"))]
     return shlex.join(words)

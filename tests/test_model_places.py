@@ -40,6 +40,12 @@ def test_home_of_unknown_user_is_refused():
         origin_of({}, name)
 
 
+def test_adapter_without_its_model_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(EvalError, match=f"{tmp_path} is an adapter of peft.*merge_and_unload"):
+        open_model(str(tmp_path))
+
+
 FIRST, NEWEST = "a" * 40, "b" * 40
 MODEL = "org/toy@v1"
 

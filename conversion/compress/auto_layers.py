@@ -137,7 +137,7 @@ class AutoLayers:
 
 def check_auto(request: MixerRequest, cache: float | None, active: float | None) -> None:
     """Raise `ConversionError` if a budget's mechanism is missing, or an option that is to be chosen is set."""
-    for name, budget, option in (("explicit", cache, "--layers auto"), ("mixture", active, "--active")):
+    for name, budget, option in (("explicit", cache, "--cache (or --layers auto)"), ("mixture", active, "--active")):
         mixer = request.mixers.get(name)
         if budget is None:
             continue

@@ -40,6 +40,8 @@ from .model_folder import (
 from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
+ADAPTER = "adapter_config.json"
+"""Configuration file of a peft adapter."""
 _TEXT_SUFFIXES = ("", ".md", ".txt", ".jinja")
 _TEXT_VOCABULARIES = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"spiece.model"}, {"vocab.json", "merges.txt"})
@@ -102,18 +104,13 @@ def _open_local(path: Path, scratch: Path) -> Source:
         if path.suffix.lower() != ".gguf":
             raise ConversionError(f"{path} is a single file, but not a GGUF file: give the folder of the checkpoint")
         return _open_gguf(path, scratch)
-    if (path / CONFIG).exists():
+    if (path / CONFIG).exists() or (path / ADAPTER).exists():
         return _open_folder(path, str(path), {"kind": "folder", "name": path.resolve().name})
     try:
         files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     if not files:
-        if (path / "adapter_config.json").is_file():
-            raise ConversionError(
-                f"{path} is an adapter of peft: add it to its base model with merge_and_unload, save the model and "
-                "its tokenizer, and give that folder"
-            )
         raise ConversionError(f"{path} has no {CONFIG}: give the folder of a checkpoint, or a GGUF file")
     if not set(files) <= set(part_paths(files[0])):
         names = ", ".join(file.name for file in files)
@@ -134,6 +131,11 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 
 def _supported_config(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of config.json; `ConversionError` for a model that cannot be converted or verified."""
+    if (folder / ADAPTER).exists():  # transformers would add the adapter to the weights
+        raise ConversionError(
+            f"{name} has an adapter of peft ({ADAPTER}), which would be left out: add it to its base model with "
+            "merge_and_unload, save the model and its tokenizer, and give that folder"
+        )
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     if "_class_name" in config:
         raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")
@@ -233,7 +235,7 @@ def _download(repository: str, revision: str | None, side_files: list[str]) -> t
     try:
         if not is_offline_mode():
             _check_weights(repository, HfApi().list_repo_files(repository, revision=revision))
-        small = [CONFIG, INDEX, *side_files]
+        small = [CONFIG, INDEX, ADAPTER, *side_files]
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=small))
         _supported_config(folder, repository)  # before the weights are downloaded
         snapshot_download(repository, revision=folder.name, allow_patterns=[WEIGHTS])

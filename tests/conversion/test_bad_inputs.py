@@ -90,6 +90,7 @@ FILES = {
     "untied, but no head": Case("lm_head.weight", config(tie_word_embeddings=False), base="tied"),
     "no config": Case("config.json", remove("config.json")),
     "an adapter": Case("merge_and_unload", both(remove("config.json"), write("adapter_config.json", "{}"))),
+    "an adapter beside a model": Case("merge_and_unload", write("adapter_config.json", "{}")),
     "config is no JSON": Case("config.json", write("config.json", "{'a': 1}")),
     "config is a list": Case("config.json", write("config.json", "[]")),
     "config is empty": Case("config.json", write("config.json", "")),

@@ -244,9 +244,11 @@ def test_active_budget_gives_same_weights_as_its_chosen_counts(budgets, text, tm
     """With and without a budget for the cache; a dry run chooses the same counts."""
     source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
     options = {"calibration": text, "verify": False}
-    planned = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options, plan_only=True)["chosen"]
-    chosen = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options)["chosen"]
-    assert planned == chosen and chosen["expected_divergence"] > 0
+    planned = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options, plan_only=True)
+    report = crosshead.convert(source, tmp_path / "out", {}, **budgets, **options)
+    chosen = report["chosen"]
+    assert planned["chosen"] == chosen and chosen["expected_divergence"] > 0
+    assert planned["calibration"] == report["calibration"] and report["calibration"]["text"] == text.name
     mixers = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).mixers
     assert mixers["mixture"]["active_heads"] == chosen["active_heads"]
     assert ("explicit" in mixers) == ("cache" in budgets)

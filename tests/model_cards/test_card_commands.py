@@ -46,7 +46,8 @@ def run_cli(capfd, monkeypatch, tmp_path):
         "--mixer knocking:form=linear,on=query+key,layers=1 --dtype bfloat16 --seed 3 --vocab-size 70",
         "--mixer differential --allow-inexact",
         "--mixer explicit:key_heads=1,value_heads=1 --mixer mixture:active_heads=3 --calibration text.txt",
-        "--active 75%",
+        "--active 75% --calibration text.txt",
+        pytest.param("--active 75%", marks=pytest.mark.slow),
         pytest.param("--mixer explicit --layers auto --budget 0.75", marks=pytest.mark.slow),
         pytest.param(
             "--mixer explicit --mixer mixture:gate_scale=paper --cache 75% --active 75%", marks=pytest.mark.slow
