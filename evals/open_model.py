@@ -68,8 +68,8 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     if path.is_dir() and not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise EvalError(
-                f"{path} is an adapter of peft without its model: add it to its base model with merge_and_unload, save "
-                "the model and its tokenizer, and give that folder"
+                f"{path} is an adapter of peft without its model: add it to its base model with merge_and_unload, "
+                "save the model and its tokenizer, and give that folder"
             )
         raise EvalError(f"{path} is not a model directory: config.json is missing")
     location = str(path) if path.is_dir() else name
