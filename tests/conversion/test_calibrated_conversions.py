@@ -220,12 +220,12 @@ def test_auto_layers_use_and_record_given_or_default_text(method, text, tmp_path
     source, mixers = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", mixers, calibration=text, **options)
-    assert made["chosen"]["text"] == "prose.txt" and ("calibration" in made) == (method == "aligned")
+    assert made["chosen"]["text"] == made["calibration"]["text"] == "prose.txt"
     default = crosshead.convert(source, tmp_path / "default", mixers, **options)
     assert default["chosen"]["text"] == DEFAULT_NAME
     content = default_text()[: int(len(default_text()) * HELD_OUT)] + default_documentation()
     assert default["chosen"]["sha256"] == (digest := sha256(content.encode()).hexdigest())
-    assert method == "svd" or default["calibration"]["sha256"] == digest
+    assert default["calibration"]["sha256"] == digest
     assert made["chosen"]["sha256"] == sha256(text.read_bytes()).hexdigest()
     assert made["versions"]["python"] == python_version()
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
