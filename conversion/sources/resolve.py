@@ -134,7 +134,7 @@ def _supported_config(folder: Path, name: str) -> dict[str, Any]:
     if (folder / ADAPTER).exists():  # transformers would add the adapter to the weights
         raise ConversionError(
             f"{name} has an adapter of peft ({ADAPTER}), which would be left out: add it to its base model with "
-            "merge_and_unload, save the model and its tokenizer, and give that folder"
+            "merge_and_unload, save the model and its tokenizer, and give that folder; or remove the file"
         )
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     if "_class_name" in config:
