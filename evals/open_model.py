@@ -13,6 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from crosshead.common.errors import EvalError, one_line
 from crosshead.common.model_location import (
+    ADAPTER,
+    MERGE_ADAPTER,
     check_layers,
     expand_home,
     model_label,
@@ -66,11 +68,8 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
             "DiT's own folder"
         )
     if path.is_dir() and not (path / "config.json").is_file():
-        if (path / "adapter_config.json").is_file():
-            raise EvalError(
-                f"{path} is an adapter of peft without its model: add it to its base model with merge_and_unload, "
-                "save the model and its tokenizer, and give that folder"
-            )
+        if (path / ADAPTER).is_file():
+            raise EvalError(f"{path} is an adapter of peft without its model: {MERGE_ADAPTER}")
         raise EvalError(f"{path} is not a model directory: config.json is missing")
     location = str(path) if path.is_dir() else name
     config = from_pretrained(AutoConfig, location, "configuration", trust_remote_code)

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import quoted, read_object
 from crosshead.common.errors import ConversionError, one_line, temporary_files
-from crosshead.common.model_location import expand_home, foreign_link, split_revision
+from crosshead.common.model_location import ADAPTER, MERGE_ADAPTER, expand_home, foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX, check_family, kind_of
@@ -40,8 +40,6 @@ from .model_folder import (
 from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
-ADAPTER = "adapter_config.json"
-"""Configuration file of a peft adapter."""
 _TEXT_SUFFIXES = ("", ".md", ".txt", ".jinja")
 _TEXT_VOCABULARIES = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"spiece.model"}, {"vocab.json", "merges.txt"})
@@ -133,8 +131,7 @@ def _supported_config(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of config.json; `ConversionError` for a model that cannot be converted or verified."""
     if (folder / ADAPTER).exists():  # transformers would add the adapter to the weights
         raise ConversionError(
-            f"{name} has an adapter of peft ({ADAPTER}), which would be left out: add it to its base model with "
-            "merge_and_unload, save the model and its tokenizer, and give that folder; or remove the file"
+            f"{name} has an adapter of peft ({ADAPTER}), which would be left out: {MERGE_ADAPTER}; or remove the file"
         )
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     if "_class_name" in config:

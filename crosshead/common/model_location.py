@@ -9,6 +9,12 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 RESULT, TRAINING = "model", "training.json"
 """Name of the model folder that a training run writes, and of the training record in it."""
+ADAPTER = "adapter_config.json"
+"""Configuration file of a peft adapter. transformers loads the adapter with the model of the same folder."""
+MERGE_ADAPTER = (
+    "add it to its base model with merge_and_unload, save the model and its tokenizer, and give that folder"
+)
+"""What messages advise on an adapter."""
 MAX_LAYERS = 1000
 """Maximum number of layers; the loading of a damaged config with more would not end."""
 LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")

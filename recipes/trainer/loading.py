@@ -6,7 +6,7 @@ from typing import Any
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.fingerprint import files_digest
-from crosshead.common.model_location import LOADER_STATE, check_layers, pretrained_arguments
+from crosshead.common.model_location import ADAPTER, LOADER_STATE, check_layers, pretrained_arguments
 from crosshead.common.plain_text import has_vocabulary
 
 from ..schema.model_config import check_model_type, model_config
@@ -66,7 +66,7 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
 
 def check_no_adapters(path: str | None) -> None:
     """Raise `RecipeError` if the folder has peft adapters: transformers would load the weights of the base model."""
-    if path is not None and (Path(path) / "adapter_config.json").is_file():
+    if path is not None and (Path(path) / ADAPTER).is_file():
         raise RecipeError(
             f"model.path={path} has adapters of peft: merge them into their model with merge_and_unload(), save that "
             "in a new folder with its tokenizer, and use it"
