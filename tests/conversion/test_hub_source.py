@@ -110,6 +110,7 @@ def outcomes(tmp_path_factory, files, sharded_files):
     config = json.loads(files["config.json"])
     for name, changes in REFUSED.items():
         repositories[f"org/{name}"] = Repository(files | {"config.json": json.dumps(config | changes).encode()})
+    repositories["org/adapter"] = Repository(files | {"adapter_config.json": b"{}"})
     models = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
     models += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
@@ -137,7 +138,7 @@ def test_only_needed_files_are_downloaded(outcomes, files):
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, "adapter"])
 def test_unsupported_model_is_refused_before_its_weights_are_downloaded(outcomes, name):
     assert name in outcomes[f"org/{name}", None]
     fetched = [path.rpartition("/")[2] for path in outcomes["requests"] if f"/org/{name}/resolve/" in path]
