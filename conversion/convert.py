@@ -37,6 +37,7 @@ from .compress.convert_layers import (
     needed_observations,
 )
 from .compress.initial_weights import doubled_heads
+from .compress.joint_fit import fit_jointly
 from .mixers import MixerRequest, read_request
 from .options import Options
 from .plan import Plan, check_source, check_vocabulary, make_plan, minimum_size
@@ -104,40 +105,49 @@ class MechanismRequest(Request):
         if self.auto is not None or self.observers.kinds:
             request = replace(self, decisions={"calibration": self.text.described()})
         if self.observers.kinds:
-            file = cache / "calibration.safetensors"
-            calibration = observe(
-                self.source, self.source_config, self.text, self.observers, file, progress, device=self.device
-            )
-            if self.user_options.save_calibration is not None and not dry_run:
-                _save_calibration(calibration.path, self.user_options.save_calibration)
+            calibration = self._observe(self.observers, cache / "calibration.safetensors", progress)
             request = replace(request, calibration=calibration)
+        statistics = request.calibration
         if self.auto is not None:
-            mixers, chosen = self.auto.resolve(request.calibration, cache, progress)
-        elif request.calibration is not None and self.observers.chooses_groups:
+            request = request._chosen(*self.auto.resolve(statistics, cache, progress))
+        elif statistics is not None and self.observers.chooses_groups:
             layers = layer_requests(self.target, self.mixers)
-            mixers, chosen = choose_groups(self.observers.candidates, layers, self.mixers, request.calibration)
-        else:
+            request = request._chosen(*choose_groups(self.observers.candidates, layers, self.mixers, statistics))
+        if dry_run:
             return request
-        target = _target_config(self.source.config, self.source_config, mixers, self.user_options)
-        decisions = {**request.decisions, "chosen": chosen}
-        request = replace(request, target=target, mixers=mixers, decisions=decisions)
-        return request if self.auto is None or dry_run else request._fit_chosen(cache, progress)
+        request = request._fit(cache, progress)
+        if self.user_options.save_calibration is not None:  # after a choice, the statistics: they serve other budgets
+            saved = request.calibration if self.auto is None else statistics
+            _save_calibration(saved.path, self.user_options.save_calibration)  # type: ignore[union-attr]
+        return request
 
-    def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
-        """Return the request with a calibration that holds the tensors fitted for the chosen numbers of heads."""
-        layers = layer_requests(self.target, self.mixers)
+    def _observe(
+        self, observers: Observers, file: Path, progress: Progress, known: Calibration | None = None
+    ) -> Calibration:
+        return observe(self.source, self.source_config, self.text, observers, file, progress, known, self.device)
+
+    def _chosen(self, mixers: MixerRequest, chosen: Mapping[str, Any]) -> Self:
+        """Return the request with the chosen numbers of heads or groups."""
+        target = _target_config(self.source.config, self.source_config, mixers, self.user_options)
+        return replace(self, target=target, mixers=mixers, decisions={**self.decisions, "chosen": chosen})
+
+    def _fit(self, cache: Path, progress: Progress) -> Self:
+        """Return the request with a calibration that holds fitted tensors for its numbers of heads."""
+        layers, calibration = layer_requests(self.target, self.mixers), self.calibration
         kinds = needed_observations(layers, chooses=False)
-        if not kinds:
+        if self.auto is not None and kinds:
+            observers = replace(
+                self.observers,
+                kinds=kinds,
+                candidates=[[layer.counts()] for layer in layers],
+                routings=[layer.routing for layer in layers],
+            )
+            calibration = self._observe(observers, cache / "fitted.safetensors", progress, calibration)
+        if calibration is None:
             return self
-        observers = replace(
-            self.observers,
-            kinds=kinds,
-            candidates=[[layer.counts()] for layer in layers],
-            routings=[layer.routing for layer in layers],
-        )
-        file, known = cache / "fitted.safetensors", self.calibration
-        fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known, self.device)
-        return replace(self, calibration=fitted)
+        run = (self.source, self.source_config, self.text, cache, progress, self.device)
+        calibration, fitted = fit_jointly(layers, calibration, *run)
+        return replace(self, calibration=calibration, decisions={**self.decisions, **fitted})
 
     def plan(self) -> Plan:
         """Return the plan: the target's config and an action for every tensor."""
@@ -193,7 +203,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         source_config=stock,
         options=options.recorded() | {"mixers": recorded, "choices": mixer_request.choices, "calibration": described},
         minimum_bytes=minimum_size(stock, source.store, dropped, options.stored_dtype),
-        cached_bytes=0 if text.is_saved else observers.size,
+        cached_bytes=0 if text.is_saved else 2 * observers.size,
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
         tolerance=_tolerance(source, target, options, bool(kinds)) if is_neutral else None,
         device=device,
