@@ -19,6 +19,14 @@ def warm_process():
     process.stop()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_joint_fit():
+    """Fit component heads jointly by two steps: tests convert hundreds of toys. The tests of the fit set their own."""
+    from crosshead.conversion.compress import joint_fit
+
+    joint_fit.STEPS = 2
+
+
 @pytest.fixture(autouse=True)
 def clean_process(request, monkeypatch):
     """Use a real subprocess in tests marked `clean_process`."""

@@ -18,6 +18,11 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embed
 FEWER = {"explicit": {"key_heads": 2, "value_heads": 2}}
 
 
+@pytest.fixture(autouse=True)
+def steps(monkeypatch):
+    monkeypatch.setattr(joint_fit, "STEPS", 16)
+
+
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "prose.txt"
@@ -35,7 +40,7 @@ def divergence(source, model, text):
     return float((wanted.exp() * (wanted - predicted)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("case", first(["Qwen2-2", "Llama-1", "Llama-2", "Qwen3-1", "Qwen3Moe-1"], 2))
+@pytest.mark.parametrize("case", first(["Qwen2-2", "Llama-1", "Llama-2", "Qwen3-1", "Qwen3Moe-1"]))
 def test_joint_fit_lowers_divergence_and_records_it(case, text, tmp_path, monkeypatch):
     backbone, groups = case.split("-")
     source = write_stock(tmp_path / "source", backbone, **HEADS)
@@ -59,6 +64,7 @@ def test_joint_fit_lowers_divergence_and_records_it(case, text, tmp_path, monkey
     assert changed == fitted
 
 
+@pytest.mark.slow
 def test_divergence_of_chunks_is_that_of_whole_windows(text, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", **HEADS)
     for chunk in (7, 256):
@@ -72,13 +78,13 @@ def test_divergence_of_chunks_is_that_of_whole_windows(text, tmp_path, monkeypat
 def test_divergence_equals_its_definition():
     head = torch.nn.Linear(8, 50, bias=False)
     hidden, expected = torch.randn(2, 6, 8)
-    wanted = functional.softmax(head(expected).double(), -1)
-    predicted = functional.softmax(head(hidden).double(), -1)
-    value = joint_fit._divergence(head, hidden, expected)
+    wanted, predicted = (functional.softmax(head(states).detach().double(), -1) for states in (expected, hidden))
+    with torch.no_grad():
+        value = joint_fit._divergence(head, hidden, expected)
     assert float(value) == pytest.approx(float((wanted * (wanted / predicted).log()).sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("rate", [100.0, float("nan")])
+@pytest.mark.parametrize("rate", first([100.0, float("nan")]))
 def test_fit_that_raises_divergence_is_undone(rate, text, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", **HEADS)
     monkeypatch.setattr(joint_fit, "RATE", rate)
