@@ -37,7 +37,7 @@ from .compress.convert_layers import (
     needed_observations,
 )
 from .compress.initial_weights import doubled_heads
-from .compress.joint_fit import fit_jointly
+from .compress.joint_fit import fit_jointly, fits_jointly
 from .mixers import MixerRequest, read_request
 from .options import Options
 from .plan import Plan, check_source, check_vocabulary, make_plan, minimum_size
@@ -153,7 +153,10 @@ class MechanismRequest(Request):
         """Return the plan: the target's config and an action for every tensor."""
         target, store = self.target, self.source.store
         shapes = tensor_shapes(target, store.entries)
-        rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.user_options.seed)
+        jointly = fits_jointly(layer_requests(target, self.mixers), self.source, self.text)
+        rewrites = convert_layers(
+            store, target, shapes, self.mixers, self.calibration, self.user_options.seed, jointly
+        )
         return make_plan(store, target, shapes, self.dropped, rewrites, self.user_options.stored_dtype, self.decisions)
 
 
@@ -203,7 +206,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         source_config=stock,
         options=options.recorded() | {"mixers": recorded, "choices": mixer_request.choices, "calibration": described},
         minimum_bytes=minimum_size(stock, source.store, dropped, options.stored_dtype),
-        cached_bytes=0 if text.is_saved else 2 * observers.size,
+        cached_bytes=0 if text.is_saved else 3 * observers.size,
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
         tolerance=_tolerance(source, target, options, bool(kinds)) if is_neutral else None,
         device=device,

@@ -21,10 +21,10 @@ def warm_process():
 
 @pytest.fixture(scope="session", autouse=True)
 def short_joint_fit():
-    """Fit component heads jointly by two steps: tests convert hundreds of toys. The tests of the fit set their own."""
+    """Fit all layers jointly by two steps: tests convert hundreds of toys. The tests of the fit set their own."""
     from crosshead.conversion.compress import joint_fit
 
-    joint_fit.STEPS = 2
+    joint_fit.STEPS = joint_fit.ROUTED_STEPS = 2
 
 
 @pytest.fixture(autouse=True)

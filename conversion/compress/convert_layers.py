@@ -27,6 +27,11 @@ GROUP_TOLERANCE = 0.1
 ORDER_FREE = {"explicit", "knocking", "gating"}
 """Mechanisms whose initial values are valid for any order of heads."""
 
+ROUTER = "mixers.mixture.routed.weight"
+"""Part of the fitted router's weight."""
+ROUTED_PARTS = [*(f"{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")), "o_proj.weight"]
+"""Parts of a layer with a fitted router that the joint fit changes."""
+
 
 @dataclass(frozen=True)
 class LayerRequest:
@@ -82,15 +87,18 @@ class LayerRequest:
         selects = mixture["active_heads"] < self.layout.query_heads
         return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
 
-    def changed_parts(self) -> list[str]:
-        """Return the parts of the stock tensors that are computed; lists biases even if the model has none."""
+    def changed_parts(self, jointly: bool) -> list[str]:
+        """Return the parts of the stock tensors that are computed, also by a joint fit of all layers if `jointly`.
+
+        Lists biases even if the model has none.
+        """
         parts = list[str]()
         if self.has_fewer_components:
             parts += self.component_heads().rewritten_names()
         if self.shares_most_used:
             parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
         if self.routing is not None:
-            parts.append("o_proj.weight")
+            parts += ROUTED_PARTS if jointly else ["o_proj.weight"]
         if "bilinear" in self.mixers:
             parts += ["q_proj.weight", "o_proj.weight"]
         if makes_pairs(self.mixers.get("differential")):
@@ -99,22 +107,43 @@ class LayerRequest:
 
     def rewritten(self, store: TensorStore, statistics: Mapping[str, Tensors]) -> Tensors:
         """Return the attention tensors by part after all rewrites but that of `differential`; {} if there are none."""
-        routing, is_bilinear = self.routing, "bilinear" in self.mixers
-        if not (self.has_fewer_components or self.shares_most_used or routing or is_bilinear):
+        is_bilinear = "bilinear" in self.mixers
+        if not (self.has_fewer_components or self.shares_most_used or self.routing or is_bilinear):
             return {}
-        tensors, layout = read_attention(store, self.names), self.layout
-        if self.has_fewer_components:
-            heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
-            tensors = self.component_heads().rewrite(tensors, heads)
-        if routing is not None:  # fitted to the output projection after `rewrite`
-            scores, change = (statistics["router"][name] for name in routing.names())
-            tensors["mixers.mixture.routed.weight"] = scores
-            tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
+        tensors, layout = self.compressed(store, statistics), self.layout
         if self.shares_most_used:
             shared = self.mixers["mixture"]["shared_heads"]
             order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
             tensors = reorder(tensors, order, layout)
         return multiply_projections(tensors, layout) if is_bilinear else tensors
+
+    def compressed(self, store: TensorStore, statistics: Mapping[str, Tensors]) -> Tensors:
+        """Return the attention tensors by part with component heads and with a fitted router."""
+        tensors, routing = read_attention(store, self.names), self.routing
+        if self.has_fewer_components:
+            heads = HeadStatistics(self.layout, statistics["statistics"]) if "statistics" in statistics else None
+            tensors = self.component_heads().rewrite(tensors, heads)
+        if routing is not None:  # fitted to the output projection after `rewrite`
+            fitted = statistics["router"]
+            scores, change = (fitted[name] for name in routing.names())
+            tensors[ROUTER] = scores
+            tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
+            names = {part: routing.joint_name(part) for part in self.jointly_fitted_parts()}
+            tensors |= {part: fitted[name].to(tensors[part]) for part, name in names.items() if name in fitted}
+        return tensors
+
+    def jointly_fitted_parts(self) -> list[str]:
+        """Return the parts that the joint fit of all layers changes; lists biases even if the model has none."""
+        if self.method == "aligned" and self.has_fewer_components:
+            return self.component_heads().fitted_parts()
+        return ROUTED_PARTS if self.routing is not None else []
+
+    def joint_name(self, part: str) -> str:
+        """Return the name of a jointly fitted tensor in a calibration file."""
+        routing = self.routing
+        if routing is not None:
+            return f"{self.index}.router.{routing.joint_name(part)}"
+        return f"{self.index}.statistics.{self.component_heads().fitted_name(part)}"
 
 
 def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
@@ -131,13 +160,22 @@ def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
 
 
 def convert_layers(
-    store: TensorStore, config: Any, shapes: Shapes, request: MixerRequest, calibration: Calibration | None, seed: int
+    store: TensorStore,
+    config: Any,
+    shapes: Shapes,
+    request: MixerRequest,
+    calibration: Calibration | None,
+    seed: int,
+    jointly: bool,
 ) -> LayerRewrites:
-    """Return the rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
+    """Return the rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's.
+
+    `jointly` is true if the calibration may have tensors of a joint fit of all layers.
+    """
     requests = layer_requests(config, request)
     layers: dict[str, int] = {}
     for layer in requests:
-        changed = {layer.names.stored(part) for part in layer.changed_parts()} & shapes.keys()
+        changed = {layer.names.stored(part) for part in layer.changed_parts(jointly)} & shapes.keys()
         created = {name for name in shapes if name.startswith(layer.names.stored("mixers."))}
         layers |= dict.fromkeys(created | changed, layer.index)
 

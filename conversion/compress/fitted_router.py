@@ -39,8 +39,12 @@ class Routing:
         """Return the calibration names of the fitted tensors: the router's weight, the change of `o_proj.weight`."""
         return f"{self.shared}.{self.active}.scores", f"{self.shared}.{self.active}.output"
 
+    def joint_name(self, part: str) -> str:
+        """Return the calibration name of a tensor that the joint fit changes."""
+        return f"{self.shared}.{self.active}.joint.{part}"
+
     def shapes(self, layout: HeadLayout) -> Shapes:
-        """Return the calibration names and shapes of the fitted tensors."""
+        """Return the calibration names and shapes of the tensors that are fitted for one layer."""
         scores = (layout.query_heads - self.shared, layout.hidden_size)
         size = layout.value_dim or layout.head_dim
         return dict(zip(self.names(), (scores, (layout.hidden_size, layout.query_heads * size)), strict=True))
@@ -124,6 +128,16 @@ def fit_output(
 def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iterator[None]:
     """Return a context in which a stock attention layer has the outputs of the fitted mixture."""
     scores, change = (fitted[name] for name in routing.names())
+    with (
+        heads_selected(attention, scores, routing, size),
+        substituted(attention, {"o_proj.weight": attention.o_proj.weight + change}),
+    ):
+        yield
+
+
+@contextmanager
+def heads_selected(attention: Any, scores: torch.Tensor, routing: Routing, size: int) -> Iterator[None]:
+    """Return a context in which a stock attention layer has only the outputs of the heads that the router selects."""
     masks: list[torch.Tensor] = []
 
     def route(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
@@ -135,6 +149,5 @@ def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iter
     with (
         attention.register_forward_pre_hook(route, with_kwargs=True),
         attention.o_proj.register_forward_pre_hook(select),
-        substituted(attention, {"o_proj.weight": attention.o_proj.weight + change}),
     ):
         yield

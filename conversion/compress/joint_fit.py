@@ -1,4 +1,4 @@
-"""Fits the component heads of all layers jointly, so that the converted model predicts what the source predicts.
+"""Fits the compressed attention of all layers jointly, so that the converted model predicts what the source predicts.
 
 The fits of single layers minimise errors of attention outputs, which do not show how much the predictions change, and
 a layer cannot correct the errors of the layers after it. Adam then minimises the KL divergence from the source's
@@ -7,6 +7,7 @@ predictions on the calibration windows over all fitted tensors at once.
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -19,25 +20,27 @@ import torch
 from safetensors import safe_open
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from crosshead.common.free_memory import fits_in_memory
 from crosshead.common.progress import Advance, Progress
 
+from ..architectures.families import FAMILIES
 from ..calibration.calibration import FINGERPRINT, Calibration
-from ..calibration.head_statistics import HeadStatistics, fast_products
+from ..calibration.head_statistics import fast_products
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import MAX_SAMPLED_PARAMETERS, SAMPLED_SHAPE, Text, parameters
 from ..sources.resolve import Source
 from ..writing.shard_writer import write_streamed
-from .convert_layers import LayerRequest
+from .convert_layers import ROUTER, LayerRequest
+from .fitted_router import heads_selected
 from .fitted_steps import BATCH, BETAS, SEED
-from .layer_rewrites import Tensors, as_stock, read_attention
+from .layer_rewrites import Tensors, as_stock
 
-WINDOWS = 64
-"""Maximum number of windows of the calibration text, without those that are sampled from the model."""
-STEPS, EPOCHS = 32, 2
-"""Maximum number of Adam steps, and maximum number of times that a window is read."""
+STEPS, ROUTED_STEPS, EPOCHS = 32, 16, 2
+"""Maximum number of Adam steps, also with fitted routers, and maximum number of times that a window is read.
+
+They read as many windows of the calibration text as they use, besides those that are sampled from the model.
+"""
 VALIDATION_WINDOWS = 8
 """Number of windows that decide whether Adam reduced the divergence."""
 RATE = 4e-4
@@ -54,27 +57,48 @@ JOINT_FIT = "joint_fit"
 
 @dataclass(frozen=True)
 class LayerStart:
-    """The attention tensors of one layer with component heads, from which the joint fit starts."""
+    """The attention tensors of one compressed layer, from which the joint fit starts."""
 
-    index: int
-    groups: int
+    request: LayerRequest
     fixed: Tensors
     fitted: Tensors
 
     @classmethod
     def of(cls, request: LayerRequest, source: Source, calibration: Calibration, device: torch.device) -> "LayerStart":
         """Return the tensors that the fit of the single layer has stored in the calibration."""
-        heads = request.component_heads()
-        statistics = HeadStatistics(request.layout, calibration.layer(request.index)["statistics"])
-        tensors = heads.rewrite(read_attention(source.store, request.names), statistics)
+        tensors = request.compressed(source.store, calibration.layer(request.index))
         tensors = {part: tensor.to(device, torch.float32) for part, tensor in tensors.items()}
-        fitted = {part: tensors.pop(part) for part in heads.fitted_parts() if part in tensors}
-        return cls(request.index, heads.counts.groups, tensors, fitted)
+        fitted = {part: tensors.pop(part) for part in request.jointly_fitted_parts() if part in tensors}
+        return cls(request, tensors, fitted)
 
     def stock(self, fitted: Tensors) -> Tensors:
         """Return equivalent stock tensors, by their names in the decoder."""
-        stock = as_stock(self.fixed | fitted, self.groups)
-        return {f"layers.{self.index}.self_attn.{part}": tensor for part, tensor in stock.items()}
+        tensors = self.fixed | fitted
+        if self.request.has_fewer_components:
+            tensors = as_stock(tensors, self.request.counts().groups)
+        prefix = f"layers.{self.request.index}.self_attn."
+        return {prefix + part: tensor for part, tensor in tensors.items() if not part.startswith("mixers.")}
+
+    def selected(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context in which the layer of a model has only the heads that the fitted router selects, if any."""
+        routing = self.request.routing
+        if routing is None:
+            return nullcontext()
+        attention = model.layers[self.request.index].self_attn
+        size = attention.o_proj.weight.shape[1] // self.request.layout.query_heads
+        return heads_selected(attention, self.fixed[ROUTER], routing, size)
+
+
+def fits_jointly(layers: Sequence[LayerRequest], source: Source, text: Text) -> bool:
+    """Return True if the tensors of all layers are fitted jointly, unless the memory is too small.
+
+    Fitted routers need a given text: with the default text, the joint fit gains less and takes as long as the rest.
+    """
+    if not any(layer.jointly_fitted_parts() for layer in layers) or FAMILIES[source.config["model_type"]].is_encoder:
+        return False
+    return (text.path is not None or not any(layer.routing for layer in layers)) and (
+        parameters(source) <= MAX_SAMPLED_PARAMETERS
+    )
 
 
 def fit_jointly(
@@ -89,23 +113,23 @@ def fit_jointly(
 ) -> tuple[Calibration, dict[str, Any]]:
     """Return a calibration with jointly fitted tensors, and the record of it; reuses the file in `folder`.
 
-    The given calibration is returned, with an empty record, if it was saved by an earlier conversion, if heads are
-    routed, if no layer has fewer components, or if the model is too large.
+    The given calibration is returned, with an empty record, if there is no joint fit, or if it was saved by an earlier
+    conversion, with the fitted tensors.
     """
-    requests = [layer for layer in layers if layer.method == "aligned" and layer.has_fewer_components]
-    size = parameters(source)
-    if not requests or text.is_saved or any(layer.routing for layer in layers) or size > MAX_SAMPLED_PARAMETERS:
+    if text.is_saved or not fits_jointly(layers, source, text):
         return calibration, {}
     file = folder / "joint.safetensors"
     if not file.exists():
         model = StreamedModel(source.store, stock, device=device)
-        if not fits_in_memory(BYTES_PER_PARAMETER * size, model.device):
+        if not fits_in_memory(BYTES_PER_PARAMETER * parameters(source), model.device):
             return calibration, {}
+        requests = [layer for layer in layers if layer.jointly_fitted_parts()]
         starts = [LayerStart.of(request, source, calibration, model.device) for request in requests]
-        tokens = fit_tokens(text, source, model, folder, progress).to(model.device)
-        fitted, divergences = run_adam(model, tokens, starts, partial(progress, "fitting"))
+        steps = ROUTED_STEPS if any(layer.routing for layer in layers) else STEPS
+        tokens = fit_tokens(text, steps * BATCH, source, model, folder, progress).to(model.device)
+        fitted, divergences = run_adam(model, tokens, starts, steps, partial(progress, "fitting"))
         changed = {
-            f"{request.index}.statistics.{request.component_heads().fitted_name(part)}": tensor.cpu()
+            request.joint_name(part): tensor.cpu()
             for request, tensors in zip(requests, fitted, strict=True)
             for part, tensor in tensors.items()
         }
@@ -114,51 +138,57 @@ def fit_jointly(
         return Calibration(file), {JOINT_FIT: json.loads(opened.metadata()[JOINT_FIT])}
 
 
-def fit_tokens(text: Text, source: Source, model: StreamedModel, folder: Path, progress: Progress) -> torch.Tensor:
-    """Return windows of tokens (B, T): more of the calibration text than single layers need, and the sampled ones."""
+def fit_tokens(
+    text: Text, count: int, source: Source, model: StreamedModel, folder: Path, progress: Progress
+) -> torch.Tensor:
+    """Return windows of tokens (B, T): at most `count` of the calibration text, and the sampled ones."""
     calibrated = text.tokens(source, model, folder, progress)
     length = calibrated.shape[1]
-    windows = text.windows(source, length, WINDOWS, model.config.vocab_size)
+    windows = text.windows(source, length, count, model.config.vocab_size)
     sampled = prod(SAMPLED_SHAPE) // length if text.is_sampled else 0
     return torch.cat([windows, calibrated[len(calibrated) - sampled :]])
 
 
 @torch.no_grad()
 def run_adam(
-    model: StreamedModel, tokens: torch.Tensor, layers: Sequence[LayerStart], advance: Advance
+    model: StreamedModel, tokens: torch.Tensor, layers: Sequence[LayerStart], most_steps: int, advance: Advance
 ) -> tuple[list[Tensors], dict[str, float]]:
     """Return the fitted tensors of each layer, unchanged if the divergence did not fall, and the divergences."""
     start = [layer.fitted for layer in layers]
     fitted = [{part: tensor.clone().requires_grad_() for part, tensor in parts.items()} for parts in start]
-    with model.whole() as module, fast_products():
+    with ExitStack() as contexts:
+        module = contexts.enter_context(model.whole())
+        contexts.enter_context(fast_products())
         expected = [module.model(window, use_cache=False).last_hidden_state for window in tokens.split(1)]
+        for layer in layers:
+            contexts.enter_context(layer.selected(module.model))
 
-        def divergence(variable: Sequence[Tensors], index: int) -> torch.Tensor:
+        def last_hidden_state(variable: Sequence[Tensors], index: int) -> torch.Tensor:
             stock: Tensors = {}
             for layer, parts in zip(layers, variable, strict=True):
                 stock |= layer.stock(parts)
-            hidden = functional_call(module.model, stock, (tokens[index : index + 1],), {"use_cache": False})[0]
-            pairs = zip(hidden[0].split(CHUNK), expected[index][0].split(CHUNK), strict=True)
-            chunks = [checkpoint(_divergence, module.lm_head, *pair, use_reentrant=False) for pair in pairs]
-            return torch.stack(chunks).sum() / tokens.shape[1]
+            return functional_call(module.model, stock, (tokens[index : index + 1],), {"use_cache": False})[0][0]
 
         def mean_divergence(variable: Sequence[Tensors]) -> float:
-            every = max(1, len(tokens) // VALIDATION_WINDOWS)
-            return fmean(float(divergence(variable, index)) for index in range(0, len(tokens), every))
+            selected = range(0, len(tokens), max(1, len(tokens) // VALIDATION_WINDOWS))
+            pairs = ((last_hidden_state(variable, index), expected[index][0]) for index in selected)
+            return fmean(divergence(module.lm_head, *pair)[0] for pair in pairs)
 
         before = mean_divergence(start)
         tensors = [tensor for parts in fitted for tensor in parts.values()]
         rates = [RATE * float(tensor.square().mean().sqrt()) for tensor in tensors]
         groups = [{"params": [tensor], "lr": rate} for tensor, rate in zip(tensors, rates, strict=True)]
         optimiser = torch.optim.Adam(groups, betas=BETAS)
-        steps = min(STEPS, -(-len(tokens) * EPOCHS // BATCH))
+        steps = min(most_steps, -(-len(tokens) * EPOCHS // BATCH))
         schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
         order = cycle(torch.randperm(len(tokens), generator=torch.Generator().manual_seed(SEED)).tolist())
         with torch.enable_grad():
             for step in range(steps if before > MIN_DIVERGENCE else 0):
                 optimiser.zero_grad()
                 for index in islice(order, BATCH):
-                    (divergence(fitted, index) / BATCH).backward()
+                    hidden = last_hidden_state(fitted, index)
+                    gradient = divergence(module.lm_head, hidden, expected[index][0])[1]
+                    hidden.backward(gradient / BATCH)
                 optimiser.step()
                 schedule.step()
                 advance(step + 1, steps)
@@ -168,10 +198,18 @@ def run_adam(
     return result, {"divergence_before": round(before, 6), "divergence_after": round(min(before, after), 6)}
 
 
-def _divergence(head: Any, hidden: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence in nats, summed over the tokens of last hidden states (T, hidden)."""
-    predicted, wanted = (head(states).float().log_softmax(-1) for states in (hidden, expected))
-    return functional.kl_div(predicted, wanted, log_target=True, reduction="sum")
+@torch.no_grad()
+def divergence(head: Any, hidden: torch.Tensor, expected: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Return the mean KL divergence in nats of the predictions from last hidden states (T, hidden), and its gradient.
+
+    The gradient is computed beside the divergence, because the logits of a whole window would need much memory.
+    """
+    total, gradients = 0.0, list[torch.Tensor]()
+    for states, expected_states in zip(hidden.split(CHUNK), expected.split(CHUNK), strict=True):
+        predicted, wanted = (head(states).float().log_softmax(-1) for states in (states, expected_states))
+        total += float(functional.kl_div(predicted, wanted, log_target=True, reduction="sum"))
+        gradients.append((predicted.exp_() - wanted.exp_()) @ head.weight)
+    return total / len(hidden), torch.cat(gradients).to(hidden.dtype) / len(hidden)
 
 
 def _write(file: Path, calibration: Calibration, changed: Tensors, divergences: dict[str, float]) -> None:
@@ -179,8 +217,9 @@ def _write(file: Path, calibration: Calibration, changed: Tensors, divergences: 
     with safe_open(calibration.path, framework="pt") as opened:
         names = list(opened.keys())
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-        tensors = ({name: changed.get(name, opened.get_tensor(name))} for name in names)
+        new = {name: tuple(tensor.shape) for name, tensor in changed.items()}
+        tensors = ({name: changed[name] if name in changed else opened.get_tensor(name)} for name in shapes | new)
         metadata = {FINGERPRINT: opened.metadata()[FINGERPRINT], JOINT_FIT: json.dumps(divergences)}
         partial_file = file.with_name(f"{file.name}.partial")
-        write_streamed(partial_file, shapes, tensors, metadata)
+        write_streamed(partial_file, shapes | new, tensors, metadata)
     partial_file.replace(file)

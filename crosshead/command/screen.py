@@ -160,7 +160,7 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"calibrated on {next(calibration[kind] for kind in CALIBRATED_ON if kind in calibration)}"
     if fitted := report.get("joint_fit"):
         divergences = " to ".join(f"{fitted[f'divergence_{when}']:.4f}" for when in ("before", "after"))
-        yield f"component heads of all layers fitted jointly: KL divergence {divergences} nats a token"
+        yield f"all layers fitted jointly: KL divergence {divergences} nats a token"
     chosen = report.get("chosen", {})
     if "groups" in chosen:
         yield f"groups of heads: {chosen['groups']}; fitted error by groups, relative to one group's:"

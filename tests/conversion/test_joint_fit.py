@@ -1,4 +1,4 @@
-"""The joint fit lowers the divergence of predictions and changes component heads only; when it is left out."""
+"""The joint fit lowers the divergence of predictions and changes compressed attention only; when it is left out."""
 
 import json
 
@@ -20,7 +20,8 @@ FEWER = {"explicit": {"key_heads": 2, "value_heads": 2}}
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch):
-    monkeypatch.setattr(joint_fit, "STEPS", 16)
+    for name in ("STEPS", "ROUTED_STEPS"):
+        monkeypatch.setattr(joint_fit, name, 16)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def text(tmp_path):
 
 def divergence(source, model, text):
     """Mean KL divergence in nats per token on the windows that validate the fit."""
-    tokens = windows(AutoTokenizer.from_pretrained(source), text.read_text(), 256, joint_fit.WINDOWS, 10**6)
+    tokens = windows(AutoTokenizer.from_pretrained(source), text.read_text(), 256, 2 * joint_fit.STEPS, 10**6)
     tokens = tokens[:: max(1, len(tokens) // joint_fit.VALIDATION_WINDOWS)]
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (source, model)]
     with torch.no_grad():
@@ -40,11 +41,19 @@ def divergence(source, model, text):
     return float((wanted.exp() * (wanted - predicted)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("case", first(["Qwen2-2", "Llama-1", "Llama-2", "Qwen3-1", "Qwen3Moe-1"]))
+CASES = ["Qwen2-2", "Qwen2-routed", "Llama-both", "Llama-1", "Llama-2", "Llama-routed", "Qwen3-1", "Qwen3Moe-1"]
+CASES += ["Qwen3Moe-routed", "Qwen2-both"]
+ROUTED = {"mixture": {"active_heads": 5}}
+
+
+@pytest.mark.parametrize("case", first(CASES, 3))
 def test_joint_fit_lowers_divergence_and_records_it(case, text, tmp_path, monkeypatch):
-    backbone, groups = case.split("-")
+    backbone, kind = case.split("-")
     source = write_stock(tmp_path / "source", backbone, **HEADS)
-    mixers = {"explicit": FEWER["explicit"] | {"groups": int(groups)}}
+    is_routed, has_components = kind in ("routed", "both"), kind != "routed"
+    mixers = (ROUTED if is_routed else {}) | (FEWER if has_components else {})
+    if kind.isdigit():
+        mixers = {"explicit": FEWER["explicit"] | {"groups": int(kind)}}
     options = {"calibration": text, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", mixers, **options)
     monkeypatch.setattr(joint_fit, "MIN_DIVERGENCE", 100.0)
@@ -58,8 +67,8 @@ def test_joint_fit_lowers_divergence_and_records_it(case, text, tmp_path, monkey
     tensors, others = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "alone"))
     changed = {name.split(".", 3)[-1] for name, tensor in tensors.items() if not torch.equal(tensor, others[name])}
     fitted = {f"self_attn.{name}_proj.weight" for name in ("k", "v", "o")}
-    fitted |= {f"self_attn.mixers.explicit.{side}.weight" for side in ("key", "value")}
-    fitted |= set() if backbone.startswith("Qwen3") else {"self_attn.q_proj.weight"}
+    fitted |= {f"self_attn.mixers.explicit.{side}.weight" for side in ("key", "value") if has_components}
+    fitted |= {"self_attn.q_proj.weight"} if is_routed or not backbone.startswith("Qwen3") else set()
     fitted |= {f"self_attn.{name}_proj.bias" for name in "qkv"} if backbone == "Qwen2" else set()
     assert changed == fitted
 
@@ -75,13 +84,17 @@ def test_divergence_of_chunks_is_that_of_whole_windows(text, tmp_path, monkeypat
         torch.testing.assert_close(tensor, second[name], rtol=1e-3, atol=1e-4)
 
 
-def test_divergence_equals_its_definition():
+def test_divergence_and_gradient_equal_their_definition(monkeypatch):
+    monkeypatch.setattr(joint_fit, "CHUNK", 4)
     head = torch.nn.Linear(8, 50, bias=False)
     hidden, expected = torch.randn(2, 6, 8)
-    wanted, predicted = (functional.softmax(head(states).detach().double(), -1) for states in (expected, hidden))
-    with torch.no_grad():
-        value = joint_fit._divergence(head, hidden, expected)
-    assert float(value) == pytest.approx(float((wanted * (wanted / predicted).log()).sum()), rel=1e-4)
+    hidden.requires_grad_()
+    wanted, predicted = (functional.softmax(head(states).double(), -1) for states in (expected, hidden))
+    defined = (wanted.detach() * (wanted.detach() / predicted).log()).sum(-1).mean()
+    defined.backward()
+    value, gradient = joint_fit.divergence(head, hidden, expected)
+    assert value == pytest.approx(float(defined), rel=1e-4)
+    torch.testing.assert_close(gradient, hidden.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", first([100.0, float("nan")]))
@@ -97,15 +110,22 @@ def test_fit_that_raises_divergence_is_undone(rate, text, tmp_path, monkeypatch)
     assert weights[0] == weights[1]
 
 
-def test_fit_is_left_out_without_memory_or_with_routed_heads(text, tmp_path, monkeypatch):
+def test_saved_calibration_has_jointly_fitted_tensors(text, tmp_path):
     source = write_stock(tmp_path / "source", **HEADS)
-    options = {"calibration": text, "verify": False, "overwrite": True}
-    routed = FEWER | {"mixture": {"active_heads": 6}}
-    assert "joint_fit" not in crosshead.convert(source, tmp_path / "made", routed, **options)
     saved = tmp_path / "saved.safetensors"
-    assert "joint_fit" in crosshead.convert(source, tmp_path / "made", FEWER, save_calibration=saved, **options)
-    again = crosshead.convert(source, tmp_path / "again", FEWER, **options | {"calibration": saved})
-    assert "joint_fit" not in again
-    assert again["tensors"] == json.loads((tmp_path / "made/conversion.json").read_text())["tensors"]
+    for name, mixers in (("components", FEWER), ("routed", ROUTED)):
+        options = {"calibration": text, "verify": False, "save_calibration": saved}
+        made = crosshead.convert(source, tmp_path / name, mixers, **options)
+        again = crosshead.convert(source, tmp_path / f"{name}-again", mixers, calibration=saved, verify=False)
+        assert "joint_fit" in made and "joint_fit" not in again
+        assert again["tensors"] == made["tensors"]
+        saved.unlink()
+
+
+def test_fit_is_left_out_without_memory_or_with_routed_heads_and_default_text(text, tmp_path, monkeypatch):
+    source = write_stock(tmp_path / "source", **HEADS)
+    options = {"verify": False, "overwrite": True}
+    made = crosshead.convert(source, tmp_path / "made", ROUTED, **options)
+    assert "joint_fit" not in made
     monkeypatch.setattr(joint_fit, "fits_in_memory", lambda *_: False)
-    assert "joint_fit" not in crosshead.convert(source, tmp_path / "made", FEWER, **options)
+    assert "joint_fit" not in crosshead.convert(source, tmp_path / "made", FEWER, calibration=text, **options)
