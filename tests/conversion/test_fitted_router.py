@@ -11,7 +11,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
-from crosshead.conversion.compress import fitted_router, fitted_steps
+from crosshead.conversion.compress import fitted_router, fitted_steps, joint_fit
 from crosshead.conversion.compress.fitted_router import ROUTER_RIDGE, Routing, fit_router, recorded, routed
 from crosshead.conversion.sources.safetensors_store import WEIGHTS
 from toy_checkpoints import write_stock
@@ -104,6 +104,7 @@ def test_converted_model_equals_source_routed_by_hooks(steps, source, short_text
     if explicit:  # Qwen3: its output projection absorbs a map
         source = write_stock(tmp_path / "source", "Qwen3", **HEADS)
     monkeypatch.setattr(fitted_steps, "STEPS", steps or 0)
+    monkeypatch.setattr(joint_fit, "MIN_DIVERGENCE", 100.0)
     saved = tmp_path / "saved.safetensors"
     mixers = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
     report = crosshead.convert(source, tmp_path / "out", mixers, calibration=short_text, save_calibration=saved)
