@@ -13,7 +13,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import Text
-from crosshead.conversion.compress import fitted_router
+from crosshead.conversion.compress import fitted_router, joint_fit
 from crosshead.conversion.compress.budget_search import (
     ACTIVE,
     ActiveTrials,
@@ -222,6 +222,7 @@ def test_choose_active_finds_optimal_counts_within_budget(budget):
 def test_active_trial_loss_equals_divergence_of_converted_model(text, tmp_path, monkeypatch):
     for module in (head_statistics, fitted_router):  # a conversion fits in the fastest dtype
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
+    monkeypatch.setattr(joint_fit, "MIN_DIVERGENCE", 100.0)
     folder = write_stock(tmp_path / "source")
     source, stock = open_source(folder, scratch=tmp_path), toys.STOCK["Llama"][0].from_pretrained(folder)
     tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
