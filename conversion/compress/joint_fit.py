@@ -47,8 +47,8 @@ RATE = 4e-4
 """Initial learning rate relative to a tensor's root mean square; it decays linearly to zero."""
 MIN_DIVERGENCE = 1e-3
 """Below this KL divergence, in nats per token, Adam is skipped: the rounding error of `fast_products` is near."""
-BYTES_PER_PARAMETER = 8
-"""Memory for the weights in float32, the gradients and the states between layers, relative to the parameters."""
+BYTES_PER_PARAMETER = 14
+"""Memory for the weights in float32, the fitted ones with Adam's state, and the activations, per parameter."""
 CHUNK = 256
 """Number of tokens whose logits are in memory at a time."""
 JOINT_FIT = "joint_fit"
