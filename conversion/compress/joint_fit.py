@@ -36,12 +36,12 @@ from .fitted_router import heads_selected
 from .fitted_steps import BATCH, BETAS, SEED
 from .layer_rewrites import Tensors, as_stock
 
-STEPS, ROUTED_STEPS, EPOCHS = 32, 16, 2
+STEPS, ROUTED_STEPS, EPOCHS = 32, 10, 2
 """Maximum number of Adam steps, also with fitted routers, and maximum number of times that a window is read.
 
 They read as many windows of the calibration text as they use, besides those that are sampled from the model.
 """
-VALIDATION_WINDOWS = 8
+VALIDATION_WINDOWS = 4
 """Number of windows that decide whether Adam reduced the divergence."""
 RATE = 4e-4
 """Initial learning rate relative to a tensor's root mean square; it decays linearly to zero."""
