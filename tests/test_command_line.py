@@ -170,7 +170,8 @@ def test_convert_prints_calibration_text_and_chosen_heads(workspace, run_cli):
     texts = "calibrated on own.txt\nlayers chosen on own.txt\n"
     expected = f"KV cache: {chosen['cache']:.1%} of the source's; expected KL divergence: "
     assert f"\n{texts}{expected}{chosen['expected_divergence']:.4f} nats" in out
-    assert f"\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n" in out
+    fitted = "all layers fitted jointly: KL divergence "
+    assert f"\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n{fitted}" in out
 
 
 def test_verification_text_is_escaped_to_one_line():

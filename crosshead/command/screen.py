@@ -155,12 +155,9 @@ def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Lines with the calibration data and the chosen groups or heads per layer."""
+    """Lines with the calibration data, the chosen groups or heads per layer, and the joint fit."""
     if calibration := report.get("calibration"):
         yield f"calibrated on {next(calibration[kind] for kind in CALIBRATED_ON if kind in calibration)}"
-    if fitted := report.get("joint_fit"):
-        divergences = " to ".join(f"{fitted[f'divergence_{when}']:.4f}" for when in ("before", "after"))
-        yield f"all layers fitted jointly: KL divergence {divergences} nats a token"
     chosen = report.get("chosen", {})
     if "groups" in chosen:
         yield f"groups of heads: {chosen['groups']}; fitted error by groups, relative to one group's:"
@@ -173,6 +170,9 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield "; ".join([*budgets, divergence])
         for side in (side for side in SIDES if side in chosen):
             yield f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ")
+    if fitted := report.get("joint_fit"):
+        divergences = " to ".join(f"{fitted[f'divergence_{when}']:.4f}" for when in ("before", "after"))
+        yield f"all layers fitted jointly: KL divergence {divergences} nats a token"
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
