@@ -92,7 +92,7 @@ class LayerStart:
 def fits_jointly(layers: Sequence[LayerRequest], source: Source, text: Text) -> bool:
     """Return True if the tensors of all layers are fitted jointly, unless the memory is too small.
 
-    Fitted routers need a given text: with the default text, the joint fit gains less and takes as long as the rest.
+    Fitted routers need a given text: the default text is sampled in part, which takes as long as the joint fit.
     """
     if not any(layer.jointly_fitted_parts() for layer in layers) or FAMILIES[source.config["model_type"]].is_encoder:
         return False
