@@ -5,6 +5,7 @@ then minimises the error itself over all projections and scalars jointly. A toke
 square of its hidden state, as the norm of the next block sees it.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from statistics import fmean
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from crosshead.common.progress import Advance
 
 from ..calibration.head_statistics import HeadStatistics, fast_products
 from .component_heads import ComponentHeads
@@ -71,18 +74,38 @@ def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts:
     def mean_error(variable: Tensors) -> float:
         return fmean(float(error(variable, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
 
-    rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
-    optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
-    order = cycle(torch.randperm(len(calls.inputs), generator=torch.Generator().manual_seed(SEED)).tolist())
+    def add_gradient(index: int) -> None:
+        (error(fitted, index) / BATCH).backward()
+
     before = mean_error(start)
-    with torch.enable_grad():
-        for _ in range(STEPS if before > MIN_ERROR else 0):
-            optimiser.zero_grad()
-            for index in islice(order, BATCH):
-                (error(fitted, index) / BATCH).backward()
-            optimiser.step()
-            schedule.step()
+    if before > MIN_ERROR:
+        run_adam([*fitted.values()], RATE, STEPS, len(calls.inputs), add_gradient)
     fitted = {name: tensor.detach() for name, tensor in fitted.items()}
     chosen = fitted if mean_error(fitted) < before else start  # `start` also if the error is NaN
     return {name: tensor.cpu() for name, tensor in chosen.items()}
+
+
+def run_adam(
+    tensors: Sequence[torch.Tensor],
+    rate: float,
+    steps: int,
+    windows: int,
+    add_gradient: Callable[[int], None],
+    advance: Advance = lambda *_: None,
+) -> None:
+    """Change tensors by steps of Adam; a step reads `BATCH` windows, in random order, and adds their gradients.
+
+    `rate` is the initial learning rate relative to a tensor's root mean square; it decays linearly to zero.
+    """
+    groups = [{"params": [tensor], "lr": rate * float(tensor.detach().square().mean().sqrt())} for tensor in tensors]
+    optimiser = torch.optim.Adam(groups, betas=BETAS)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
+    order = cycle(torch.randperm(windows, generator=torch.Generator().manual_seed(SEED)).tolist())
+    with torch.enable_grad():
+        for step in range(steps):
+            optimiser.zero_grad()
+            for index in islice(order, BATCH):
+                add_gradient(index)
+            optimiser.step()
+            schedule.step()
+            advance(step + 1, steps)

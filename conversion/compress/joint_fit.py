@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +32,7 @@ from ..sources.resolve import Source
 from ..writing.shard_writer import write_streamed
 from .convert_layers import ROUTER, LayerRequest
 from .fitted_router import heads_selected
-from .fitted_steps import BATCH, BETAS, SEED
+from .fitted_steps import BATCH, run_adam
 from .layer_rewrites import Tensors, as_stock
 
 STEPS, ROUTED_STEPS, EPOCHS = 32, 10, 2
@@ -127,7 +126,7 @@ def fit_jointly(
         starts = [LayerStart.of(request, source, calibration, model.device) for request in requests]
         steps = ROUTED_STEPS if any(layer.routing for layer in layers) else STEPS
         tokens = fit_tokens(text, steps * BATCH, source, model, folder, progress).to(model.device)
-        fitted, divergences = run_adam(model, tokens, starts, steps, partial(progress, "fitting"))
+        fitted, divergences = fit_tensors(model, tokens, starts, steps, partial(progress, "fitting"))
         changed = {
             request.joint_name(part): tensor.cpu()
             for request, tensors in zip(requests, fitted, strict=True)
@@ -150,7 +149,7 @@ def fit_tokens(
 
 
 @torch.no_grad()
-def run_adam(
+def fit_tensors(
     model: StreamedModel, tokens: torch.Tensor, layers: Sequence[LayerStart], most_steps: int, advance: Advance
 ) -> tuple[list[Tensors], dict[str, float]]:
     """Return the fitted tensors of each layer, unchanged if the divergence did not fall, and the divergences."""
@@ -174,24 +173,15 @@ def run_adam(
             pairs = ((last_hidden_state(variable, index), expected[index][0]) for index in selected)
             return fmean(divergence(module.lm_head, *pair)[0] for pair in pairs)
 
+        def add_gradient(index: int) -> None:
+            hidden = last_hidden_state(fitted, index)
+            hidden.backward(divergence(module.lm_head, hidden, expected[index][0])[1] / BATCH)
+
         before = mean_divergence(start)
-        tensors = [tensor for parts in fitted for tensor in parts.values()]
-        rates = [RATE * float(tensor.square().mean().sqrt()) for tensor in tensors]
-        groups = [{"params": [tensor], "lr": rate} for tensor, rate in zip(tensors, rates, strict=True)]
-        optimiser = torch.optim.Adam(groups, betas=BETAS)
-        steps = min(most_steps, -(-len(tokens) * EPOCHS // BATCH))
-        schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
-        order = cycle(torch.randperm(len(tokens), generator=torch.Generator().manual_seed(SEED)).tolist())
-        with torch.enable_grad():
-            for step in range(steps if before > MIN_DIVERGENCE else 0):
-                optimiser.zero_grad()
-                for index in islice(order, BATCH):
-                    hidden = last_hidden_state(fitted, index)
-                    gradient = divergence(module.lm_head, hidden, expected[index][0])[1]
-                    hidden.backward(gradient / BATCH)
-                optimiser.step()
-                schedule.step()
-                advance(step + 1, steps)
+        if before > MIN_DIVERGENCE:
+            tensors = [tensor for parts in fitted for tensor in parts.values()]
+            steps = min(most_steps, -(-len(tokens) * EPOCHS // BATCH))
+            run_adam(tensors, RATE, steps, len(tokens), add_gradient, advance)
         after = mean_divergence(fitted)
     chosen = fitted if after < before else start  # `start` also if the divergence is NaN
     result = [{part: tensor.detach() for part, tensor in parts.items()} for parts in chosen]
