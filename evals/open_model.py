@@ -11,12 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from crosshead.common.errors import EvalError, one_line
+from crosshead.common.errors import EvalError
 from crosshead.common.model_location import (
     ADAPTER,
     MERGE_ADAPTER,
     check_layers,
     expand_home,
+    failed_load,
     model_label,
     pretrained_arguments,
     split_revision,
@@ -139,7 +140,7 @@ def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bo
     try:
         return auto_class.from_pretrained(**pretrained_arguments(name), trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways
-        reason = one_line(error)
+        reason = failed_load(error, Path(name))
         if "trust_remote_code" in reason and not trust_remote_code:
             message = f"{name} contains code that loading would run: read it, then add --trust-remote-code"
         elif Path(name).is_dir():

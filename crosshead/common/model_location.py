@@ -6,6 +6,9 @@ from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
+from safetensors import SafetensorError, safe_open
+
+from .errors import one_line
 
 RESULT, TRAINING = "model", "training.json"
 """Name of the model folder that a training run writes, and of the training record in it."""
@@ -78,3 +81,15 @@ def foreign_link(path: Path, folder: Path) -> Path | None:
     target, root = path.resolve(), folder.resolve()
     in_cache = target.parent == root.parent.parent / "blobs"
     return None if target.is_relative_to(root) or target.name == path.name or in_cache else target
+
+
+def failed_load(error: Exception, folder: Path) -> str:
+    """Return in one line why a model's folder cannot be loaded, with the name of the damaged file if there is one."""
+    if isinstance(error, SafetensorError):
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, "np"):
+                    continue
+            except (OSError, SafetensorError) as damage:
+                return f"{path} is damaged or truncated ({one_line(damage)}): download it again"
+    return one_line(error)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
-from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError
 from crosshead.common.fingerprint import files_digest
-from crosshead.common.model_location import ADAPTER, LOADER_STATE, check_layers, pretrained_arguments
+from crosshead.common.model_location import ADAPTER, LOADER_STATE, check_layers, failed_load, pretrained_arguments
 from crosshead.common.plain_text import has_vocabulary
 
 from ..schema.model_config import check_model_type, model_config
@@ -92,7 +92,7 @@ def load_pretrained(
     try:
         return kind.from_pretrained(**pretrained_arguments(name), **arguments)
     except Exception as error:  # damaged files raise many exception types
-        reason = one_line(error)
+        reason = failed_load(error, Path(name))
     if Path(name).is_dir():
         raise RecipeError(f"{part}{key}={name} cannot be loaded: {reason}")
     advice = ""
