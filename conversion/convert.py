@@ -206,7 +206,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], options: Options) -> Mech
         source_config=stock,
         options=options.recorded() | {"mixers": recorded, "choices": mixer_request.choices, "calibration": described},
         minimum_bytes=minimum_size(stock, source.store, dropped, options.stored_dtype),
-        cached_bytes=0 if text.is_saved else 3 * observers.size,
+        cached_bytes=0 if text.is_saved else observers.cached_size(options.active is not None),
         computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
         tolerance=_tolerance(source, target, options, bool(kinds)) if is_neutral else None,
         device=device,

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -102,10 +102,22 @@ class Observers:
                 shapes |= {f"{layer}.statistics.{name}": shape for name, shape in layer_shapes.items()}
         return shapes
 
-    @property
-    def size(self) -> int:
-        """Upper bound of the calibration file's size in bytes."""
-        return sum(8 * prod(shape) for shape in (self.shapes() | self.fitted_shapes()).values())
+    def cached_size(self, chooses_active: bool) -> int:
+        """Upper bound, in bytes, of the files with statistics, fits of layers and the joint fit.
+
+        `chooses_active` is true if `--active` chooses the layers that have a fitted router.
+        """
+        most = [max(1, layout.key_value_heads - 1) for layout in self.layouts]
+        fitted = self if self.candidates else replace(self, candidates=[[Counts(heads, heads)] for heads in most])
+        size = sum(8 * prod(shape) for shape in (self.shapes() | fitted.fitted_shapes()).values())
+        routed = 0
+        if chooses_active or "router" in self.kinds:
+            for layout in self.layouts:
+                value_dim = layout.value_dim or layout.head_dim
+                rows = layout.query_heads * (1 + layout.head_dim + 2 * value_dim)
+                rows += layout.key_value_heads * (layout.head_dim + value_dim)
+                routed += 8 * (layout.hidden_size + 1) * rows
+        return 3 * size + 2 * routed
 
 
 @dataclass(frozen=True)

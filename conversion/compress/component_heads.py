@@ -107,6 +107,11 @@ class ComponentHeads:
         return f"fitted.{self._label}.{part}"
 
     @property
+    def label(self) -> str:
+        """Method and component counts, as in the calibration names of a router."""
+        return f"{self.method}.{self._label}"
+
+    @property
     def output_name(self) -> str:
         """Calibration name of the change of `o_proj.weight`."""
         return f"output.{self._label}"

@@ -6,6 +6,7 @@ from math import gcd
 from statistics import fmean
 from typing import Any
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.attention_names import AttentionNames, attention_layers, attention_names, layer_parts
@@ -85,7 +86,8 @@ class LayerRequest:
         if mixture is None or self.choices["mixture"]["method"] != "calibrated":
             return None
         selects = mixture["active_heads"] < self.layout.query_heads
-        return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
+        components = self.component_heads().label if self.has_fewer_components else ""
+        return Routing(mixture["shared_heads"], mixture["active_heads"], components) if selects else None
 
     def changed_parts(self, jointly: bool) -> list[str]:
         """Return the parts of the stock tensors that are computed, also by a joint fit of all layers if `jointly`.
@@ -128,21 +130,24 @@ class LayerRequest:
             scores, change = (fitted[name] for name in routing.names())
             tensors[ROUTER] = scores
             tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
-            names = {part: routing.joint_name(part) for part in self.jointly_fitted_parts()}
-            tensors |= {part: fitted[name].to(tensors[part]) for part, name in names.items() if name in fitted}
+            for part in tensors.keys() & {*self.jointly_fitted_parts()}:
+                changed = fitted.get(routing.name(f"joint.{part}"), tensors[part])
+                if changed.shape != tensors[part].shape:
+                    raise ConversionError(f"the calibration does not fit: {self.joint_name(part)} has another shape")
+                tensors[part] = changed.to(tensors[part])
         return tensors
 
     def jointly_fitted_parts(self) -> list[str]:
         """Return the parts that the joint fit of all layers changes; lists biases even if the model has none."""
-        if self.method == "aligned" and self.has_fewer_components:
-            return self.component_heads().fitted_parts()
-        return ROUTED_PARTS if self.routing is not None else []
+        is_aligned = self.method == "aligned" and self.has_fewer_components
+        component_parts = self.component_heads().fitted_parts() if is_aligned else []
+        return sorted({*component_parts, *(ROUTED_PARTS if self.routing is not None else [])})
 
     def joint_name(self, part: str) -> str:
         """Return the name of a jointly fitted tensor in a calibration file."""
         routing = self.routing
         if routing is not None:
-            return f"{self.index}.router.{routing.joint_name(part)}"
+            return f"{self.index}.router.{routing.name(f'joint.{part}')}"
         return f"{self.index}.statistics.{self.component_heads().fitted_name(part)}"
 
 

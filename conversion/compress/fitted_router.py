@@ -34,14 +34,16 @@ class Routing:
 
     shared: int
     active: int
+    components: str = ""
+    """Label of the layer's component heads, for which the router is fitted; empty if there are none."""
+
+    def name(self, part: str) -> str:
+        """Return the calibration name of a tensor that is fitted for these heads."""
+        return f"{self.shared}.{self.active}.{self.components}{'.' * bool(self.components)}{part}"
 
     def names(self) -> tuple[str, str]:
         """Return the calibration names of the fitted tensors: the router's weight, the change of `o_proj.weight`."""
-        return f"{self.shared}.{self.active}.scores", f"{self.shared}.{self.active}.output"
-
-    def joint_name(self, part: str) -> str:
-        """Return the calibration name of a tensor that the joint fit changes."""
-        return f"{self.shared}.{self.active}.joint.{part}"
+        return self.name("scores"), self.name("output")
 
     def shapes(self, layout: HeadLayout) -> Shapes:
         """Return the calibration names and shapes of the tensors that are fitted for one layer."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,8 @@ from safetensors import safe_open
 from torch.func import functional_call
 from torch.nn import functional
 
-from crosshead.common.free_memory import fits_in_memory
+from crosshead.common.file_bytes import byte_size
+from crosshead.common.free_memory import ROOM, fits_in_memory
 from crosshead.common.progress import Advance, Progress
 
 from ..architectures.families import FAMILIES
@@ -45,13 +46,11 @@ VALIDATION_WINDOWS = 4
 RATE = 4e-4
 """Initial learning rate relative to a tensor's root mean square; it decays linearly to zero."""
 MIN_DIVERGENCE = 1e-3
-"""Below this KL divergence, in nats per token, Adam is skipped: the rounding error of `fast_products` is near."""
-BYTES_PER_PARAMETER = 14
-"""Memory for the weights in float32, the fitted ones with Adam's state, and the activations, per parameter."""
+"""Below this KL divergence, in nats per token, there is no fit: the rounding error of `fast_products` is near."""
 CHUNK = 256
 """Number of tokens whose logits are in memory at a time."""
 JOINT_FIT = "joint_fit"
-"""Metadata key of a calibration file, and field of conversion.json, for the divergence before and after the fit."""
+"""Metadata key of a calibration file, and field of conversion.json, for the record of the fit."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +111,21 @@ def fit_jointly(
 ) -> tuple[Calibration, dict[str, Any]]:
     """Return a calibration with jointly fitted tensors, and the record of it; reuses the file in `folder`.
 
-    The given calibration is returned, with an empty record, if there is no joint fit, or if it was saved by an earlier
-    conversion, with the fitted tensors.
+    The record has the divergence before and after, or why the fit was left out. It is empty if the given calibration
+    is returned: its tensors were fitted jointly by an earlier conversion, or cannot be improved.
     """
     if text.is_saved or not fits_jointly(layers, source, text):
         return calibration, {}
     file = folder / "joint.safetensors"
     if not file.exists():
         model = StreamedModel(source.store, stock, device=device)
-        if not fits_in_memory(BYTES_PER_PARAMETER * parameters(source), model.device):
-            return calibration, {}
         requests = [layer for layer in layers if layer.jointly_fitted_parts()]
         starts = [LayerStart.of(request, source, calibration, model.device) for request in requests]
         steps = ROUTED_STEPS if any(layer.routing for layer in layers) else STEPS
         tokens = fit_tokens(text, steps * BATCH, source, model, folder, progress).to(model.device)
+        needed = memory_needed(parameters(source), starts, tokens, stock)
+        if not fits_in_memory(needed, model.device):
+            return calibration, {JOINT_FIT: {"left_out": f"it needs {byte_size(int(needed * ROOM))} of free memory"}}
         fitted, divergences = fit_tensors(model, tokens, starts, steps, partial(progress, "fitting"))
         changed = {
             request.joint_name(part): tensor.cpu()
@@ -134,7 +134,17 @@ def fit_jointly(
         }
         _write(file, calibration, changed, divergences)
     with safe_open(file, framework="pt") as opened:
-        return Calibration(file), {JOINT_FIT: json.loads(opened.metadata()[JOINT_FIT])}
+        divergences = json.loads(opened.metadata()[JOINT_FIT])
+    return Calibration(file), {JOINT_FIT: divergences} if divergences else {}
+
+
+def memory_needed(parameters: int, layers: Sequence[LayerStart], tokens: torch.Tensor, config: Any) -> int:
+    """Return the bytes of weights, fitted tensors with gradients and Adam's state, hidden states and activations."""
+    windows, length = tokens.shape
+    fitted = sum(tensor.numel() for layer in layers for tensor in layer.fitted.values())
+    activations = length * config.num_hidden_layers * (10 * config.hidden_size + 4 * config.intermediate_size)
+    logits = 4 * CHUNK * config.vocab_size
+    return 4 * (parameters + 4 * fitted + windows * length * config.hidden_size + activations + logits)
 
 
 def fit_tokens(
@@ -152,40 +162,44 @@ def fit_tokens(
 def fit_tensors(
     model: StreamedModel, tokens: torch.Tensor, layers: Sequence[LayerStart], most_steps: int, advance: Advance
 ) -> tuple[list[Tensors], dict[str, float]]:
-    """Return the fitted tensors of each layer, unchanged if the divergence did not fall, and the divergences."""
+    """Return the fitted tensors of each layer, and the divergences; no divergences if the tensors are unchanged."""
     start = [layer.fitted for layer in layers]
     fitted = [{part: tensor.clone().requires_grad_() for part, tensor in parts.items()} for parts in start]
-    with ExitStack() as contexts:
-        module = contexts.enter_context(model.whole())
-        contexts.enter_context(fast_products())
-        expected = [module.model(window, use_cache=False).last_hidden_state for window in tokens.split(1)]
-        for layer in layers:
-            contexts.enter_context(layer.selected(module.model))
+    with model.whole() as module, fast_products():
+
+        @cache
+        @torch.no_grad()
+        def expected(index: int) -> torch.Tensor:
+            return module.model(tokens[index : index + 1], use_cache=False).last_hidden_state[0]
 
         def last_hidden_state(variable: Sequence[Tensors], index: int) -> torch.Tensor:
             stock: Tensors = {}
-            for layer, parts in zip(layers, variable, strict=True):
-                stock |= layer.stock(parts)
-            return functional_call(module.model, stock, (tokens[index : index + 1],), {"use_cache": False})[0][0]
+            with ExitStack() as contexts:
+                for layer, parts in zip(layers, variable, strict=True):
+                    contexts.enter_context(layer.selected(module.model))
+                    stock |= layer.stock(parts)
+                return functional_call(module.model, stock, (tokens[index : index + 1],), {"use_cache": False})[0][0]
 
         def mean_divergence(variable: Sequence[Tensors]) -> float:
             selected = range(0, len(tokens), max(1, len(tokens) // VALIDATION_WINDOWS))
-            pairs = ((last_hidden_state(variable, index), expected[index][0]) for index in selected)
+            pairs = ((last_hidden_state(variable, index), expected(index)) for index in selected)
             return fmean(divergence(module.lm_head, *pair)[0] for pair in pairs)
 
         def add_gradient(index: int) -> None:
             hidden = last_hidden_state(fitted, index)
-            hidden.backward(divergence(module.lm_head, hidden, expected[index][0])[1] / BATCH)
+            hidden.backward(divergence(module.lm_head, hidden, expected(index))[1] / BATCH)
 
         before = mean_divergence(start)
-        if before > MIN_DIVERGENCE:
-            tensors = [tensor for parts in fitted for tensor in parts.values()]
-            steps = min(most_steps, -(-len(tokens) * EPOCHS // BATCH))
-            run_adam(tensors, RATE, steps, len(tokens), add_gradient, advance)
+        if before <= MIN_DIVERGENCE:
+            return start, {}
+        tensors = [tensor for parts in fitted for tensor in parts.values()]
+        steps = min(most_steps, -(-len(tokens) * EPOCHS // BATCH))
+        run_adam(tensors, RATE, steps, len(tokens), add_gradient, advance)
         after = mean_divergence(fitted)
-    chosen = fitted if after < before else start  # `start` also if the divergence is NaN
-    result = [{part: tensor.detach() for part, tensor in parts.items()} for parts in chosen]
-    return result, {"divergence_before": round(before, 6), "divergence_after": round(min(before, after), 6)}
+    if not after < before:  # also if the divergence is NaN
+        return start, {}
+    result = [{part: tensor.detach() for part, tensor in parts.items()} for parts in fitted]
+    return result, {"divergence_before": round(before, 6), "divergence_after": round(after, 6)}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import nn
 from crosshead.common.errors import ConversionError
 
 from ..architectures.attention_names import AttentionNames
+from ..architectures.families import INVERSE_FREQUENCIES
 from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]
@@ -19,8 +20,9 @@ PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
 
 
 def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
-    """Return the attention tensors of one layer by part, in float32 or wider."""
-    parts = {name: names.part(name) for name, entry in store.entries.items() if not entry.is_integer}
+    """Return the attention tensors of one layer by part, in float32 or wider; without RoPE's frequencies."""
+    floats = (name for name, entry in store.entries.items() if not entry.is_integer)
+    parts = {name: names.part(name) for name in floats if not INVERSE_FREQUENCIES.fullmatch(name)}
     tensors = {part: store.read(name) for name, part in parts.items() if part is not None}
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():

@@ -130,9 +130,7 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 def _supported_config(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of config.json; `ConversionError` for a model that cannot be converted or verified."""
     if (folder / ADAPTER).exists():  # transformers would add the adapter to the weights
-        raise ConversionError(
-            f"{name} has an adapter of peft ({ADAPTER}), which would be left out: {MERGE_ADAPTER}; or remove the file"
-        )
+        raise ConversionError(f"{name} has an adapter of peft ({ADAPTER}), which would be left out: {MERGE_ADAPTER}")
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     if "_class_name" in config:
         raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")

@@ -170,9 +170,11 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield "; ".join([*budgets, divergence])
         for side in (side for side in SIDES if side in chosen):
             yield f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ")
-    if fitted := report.get("joint_fit"):
+    if (fitted := report.get("joint_fit")) and "left_out" in fitted:
+        yield f"joint fit of all layers left out: {fitted['left_out']}"
+    elif fitted:
         divergences = " to ".join(f"{fitted[f'divergence_{when}']:.4f}" for when in ("before", "after"))
-        yield f"all layers fitted jointly: KL divergence {divergences} nats a token"
+        yield f"all layers fitted jointly: KL divergence {divergences} nats a token on the calibration text"
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:

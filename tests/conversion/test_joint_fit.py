@@ -4,13 +4,17 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
+from crosshead.common.errors import ConversionError
+from crosshead.conversion import convert
 from crosshead.conversion.calibration.text import default_text, windows
 from crosshead.conversion.compress import joint_fit
+from crosshead.conversion.writing.atomic_output import AtomicOutput
 from tiers import first
 from toy_checkpoints import write_stock
 
@@ -58,10 +62,11 @@ def test_joint_fit_lowers_divergence_and_records_it(case, text, tmp_path, monkey
     made = crosshead.convert(source, tmp_path / "made", mixers, **options)
     monkeypatch.setattr(joint_fit, "MIN_DIVERGENCE", 100.0)
     alone = crosshead.convert(source, tmp_path / "alone", mixers, **options)
+    assert "joint_fit" not in alone
     before, after = (divergence(source, tmp_path / name, text) for name in ("alone", "made"))
     assert after < before
     recorded = made["joint_fit"]
-    assert recorded["divergence_before"] == alone["joint_fit"]["divergence_before"] == pytest.approx(before, rel=0.1)
+    assert recorded["divergence_before"] == pytest.approx(before, rel=0.1)
     assert recorded["divergence_after"] == pytest.approx(after, rel=0.1)
     assert json.loads((tmp_path / "made/conversion.json").read_text())["joint_fit"] == recorded
     tensors, others = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "alone"))
@@ -102,7 +107,7 @@ def test_fit_that_raises_divergence_is_undone(rate, text, tmp_path, monkeypatch)
     source = write_stock(tmp_path / "source", **HEADS)
     monkeypatch.setattr(joint_fit, "RATE", rate)
     made = crosshead.convert(source, tmp_path / "made", FEWER, calibration=text, verify=False)
-    assert made["joint_fit"]["divergence_after"] == made["joint_fit"]["divergence_before"]
+    assert "joint_fit" not in made
     monkeypatch.setattr(joint_fit, "MAX_SAMPLED_PARAMETERS", 0)
     alone = crosshead.convert(source, tmp_path / "alone", FEWER, calibration=text, verify=False)
     assert "joint_fit" not in alone
@@ -128,4 +133,63 @@ def test_fit_is_left_out_without_memory_or_with_routed_heads_and_default_text(te
     made = crosshead.convert(source, tmp_path / "made", ROUTED, **options)
     assert "joint_fit" not in made
     monkeypatch.setattr(joint_fit, "fits_in_memory", lambda *_: False)
-    assert "joint_fit" not in crosshead.convert(source, tmp_path / "made", FEWER, calibration=text, **options)
+    made = crosshead.convert(source, tmp_path / "made", FEWER, calibration=text, **options)
+    assert made["joint_fit"].keys() == {"left_out"} and "of free memory" in made["joint_fit"]["left_out"]
+
+
+def test_stored_rope_frequencies_are_not_fitted(text, tmp_path):
+    source = write_stock(tmp_path / "source", **HEADS)
+    options = {"calibration": text, "verify": False}
+    plain = crosshead.convert(source, tmp_path / "plain", FEWER, **options)
+    tensors = load_file(source / "model.safetensors")
+    stored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.rand(4) for layer in range(2)}
+    save_file(tensors | stored, source / "model.safetensors", {"format": "pt"})
+    made = crosshead.convert(source, tmp_path / "made", FEWER, **options)
+    assert made["tensors"] == plain["tensors"] and made["dropped"].keys() == stored.keys()
+
+
+OTHERS = [{"key_heads": 3, "value_heads": 3}, {"key_heads": 2, "value_heads": 3}, {"groups": 2}, {"method": "svd"}]
+
+
+@pytest.mark.parametrize("changes", first([{"layers": [0]}, None, *OTHERS], 2))
+def test_saved_router_does_not_fit_other_component_heads(changes, text, tmp_path):
+    source = write_stock(tmp_path / "source", **HEADS)
+    saved = tmp_path / "saved.safetensors"
+    options = {"verify": False, "calibration": text, "save_calibration": saved}
+    crosshead.convert(source, tmp_path / "made", ROUTED | FEWER, **options)
+    others = {} if changes is None else {"explicit": FEWER["explicit"] | changes}
+    with pytest.raises(ConversionError, match=r"does not fit \(\d\.router\.0\.5\.\S*scores is missing\)"):
+        crosshead.convert(source, tmp_path / "other", ROUTED | others, calibration=saved, verify=False)
+
+
+def test_jointly_fitted_tensor_of_another_shape_is_refused(text, tmp_path):
+    source = write_stock(tmp_path / "source", **HEADS)
+    saved, name = tmp_path / "saved.safetensors", "0.router.0.5.joint.k_proj.weight"
+    crosshead.convert(source, tmp_path / "made", ROUTED, verify=False, calibration=text, save_calibration=saved)
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(saved)
+    save_file(tensors | {name: tensors[name].T.contiguous()}, saved, metadata)
+    with pytest.raises(ConversionError, match=f"{name} has another shape"):
+        crosshead.convert(source, tmp_path / "other", ROUTED, calibration=saved, verify=False)
+
+
+CHOICES = [{"active": 0.75}, {"active": 0.75, "cache": 0.75}, {"cache": 0.6}]
+
+
+@pytest.mark.parametrize("choice", first(CHOICES, 2))
+def test_calibration_files_are_within_the_reserved_space(choice, text, tmp_path, monkeypatch):
+    source = write_stock(tmp_path / "source", **HEADS)
+    reserved, written = [], []
+    check, fit = AtomicOutput.check_space, convert.fit_jointly
+
+    def fit_and_measure(layers, calibration, source, stock, text, folder, *others):
+        result = fit(layers, calibration, source, stock, text, folder, *others)
+        written.extend(file.stat().st_size for file in folder.glob("*.safetensors"))
+        return result
+
+    monkeypatch.setattr(AtomicOutput, "check_space", lambda *values: (reserved.append(values[-1]), check(*values)))
+    monkeypatch.setattr(convert, "fit_jointly", fit_and_measure)
+    crosshead.convert(source, tmp_path / "made", {}, calibration=text, verify=False, **choice)
+    headers = 16384 * len(written)
+    assert len(written) >= 2 and sum(written) <= reserved[0] + headers
