@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.common.errors import EvalError, RecipeError
 from crosshead.common.model_location import model_label, pretrained_arguments, split_revision
-from crosshead.evals.open_model import load_model, open_model
+from crosshead.evals.open_model import load_model, open_config, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer import models
-from crosshead.recipes.trainer.loading import initial_config, load_tokenizer
+from crosshead.recipes.trainer.loading import initial_config, load_pretrained, load_tokenizer
 from crosshead_command.card_source import origin_of
 from hub_client import hub_with
 from hub_server import Repository
+from toy_checkpoints import write_stock
 from toy_eval import write_scorable
 from toy_training import KNOCKING, toy_run
 
@@ -123,3 +125,14 @@ def test_recipe_loads_the_revision(hub, saved, tmp_path):
     missing = recipe(tmp_path, "org/toy@v2")
     with pytest.raises(RecipeError, match=r"model\.path=org/toy@v2 is not a folder"):
         load_tokenizer(missing)
+
+
+def test_damaged_weights_file_is_named(tmp_path):
+    folder = write_stock(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    message = f"{weights} is damaged or truncated \\(.*\\): download it again"
+    with pytest.raises(EvalError, match=message):
+        load_model(open_config(str(folder)))
+    with pytest.raises(RecipeError, match=message):
+        load_pretrained(AutoModelForCausalLM, "model.path", str(folder))
