@@ -3,13 +3,14 @@
 A trial reduces the heads of one side (keys, values, or the active heads of a mixture) of one layer, as in figure 8 of
 the MEA paper. All trials run in one pass over the model: the hidden states of a trial branch off at its layer. The
 loss of a trial is the KL divergence from the source's predictions, which needs much less text than the cross entropy.
-Losses are assumed to add up over layers, so that the choice is a knapsack problem.
+For active heads, one trial per layer is measured, because the divergence is nearly proportional to the mean square of
+the change of the layer's output. Losses are assumed to add up over layers, so that the choice is a knapsack problem.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from math import ceil, gcd, inf
 from typing import Any
 
@@ -69,6 +70,7 @@ def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> flo
 class ComponentTrials:
     """Trials with fewer component heads for keys or values; the other side has its counts in `unchanged`."""
 
+    is_scaled = False
     store: TensorStore
     config: Any
     layouts: list[HeadLayout]
@@ -93,6 +95,8 @@ class ComponentTrials:
 
 class ActiveTrials:
     """Trials with fewer active heads; routers are fitted on the source's outputs for windows of tokens (B, T)."""
+
+    is_scaled = True
 
     def __init__(self, model: StreamedModel, tokens: torch.Tensor) -> None:
         self.model = model
@@ -122,19 +126,32 @@ def measure_losses(
 ) -> Losses:
     """Return the loss of each trial, averaged over windows of tokens (B, T).
 
-    `loss` is a function of window index, source logits and trial logits, both (T / STRIDE, vocabulary).
+    `loss` is a function of window index, source logits and trial logits, both (T / STRIDE, vocabulary). If trials are
+    scaled, the middle number of heads is measured in each layer. The losses of the others are in proportion to the
+    mean square of the change of the layer's output.
     """
     hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
     trial_states: dict[Trial, torch.Tensor] = {}
+    scales: dict[Trial, tuple[Trial, float]] = {}
     for layer, module in model.layers():
         for states in trial_states.values():
             model.step(module, states, batch_size)
-        for side, count, context in chain.from_iterable(kind.of_layer(layer, module) for kind in trials):
-            states = trial_states[layer, side, count] = hidden.clone()
-            with context:
-                model.step(module, states, batch_size)
-        model.step(module, hidden, batch_size)
-        check_hidden(hidden)
+        outputs = hidden.clone()
+        model.step(module, outputs, batch_size)
+        check_hidden(outputs)
+        for kind in trials:
+            layer_states: dict[Trial, torch.Tensor] = {}
+            for side, count, context in kind.of_layer(layer, module):
+                states = layer_states[layer, side, count] = hidden.clone()
+                with context:
+                    model.step(module, states, batch_size)
+            if kind.is_scaled:
+                changes = {trial: float((states - outputs).square().mean()) for trial, states in layer_states.items()}
+                middle = sorted(changes)[len(changes) // 2]
+                scales |= {trial: (middle, change / (changes[middle] or 1.0)) for trial, change in changes.items()}
+                layer_states = {middle: layer_states[middle]}
+            trial_states |= layer_states
+        hidden = outputs
         advance(layer + 1, model.config.num_hidden_layers)
     losses = dict.fromkeys(trial_states, 0.0)
     with model.head() as head:
@@ -142,7 +159,7 @@ def measure_losses(
             expected = head(hidden[window, ::STRIDE])
             for trial, states in trial_states.items():
                 losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
-    return losses
+    return losses | {trial: losses[middle] * scale for trial, (middle, scale) in scales.items()}
 
 
 @dataclass(frozen=True)
