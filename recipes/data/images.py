@@ -128,12 +128,12 @@ def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any
     The square's side is 7/8 of the image's shorter side, as usual for a model trained on random crops, or the whole
     shorter side if `smallest_crop` is 1.
     """
-    from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+    from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
     half = [0.5] * channels
-    return ConvNextImageProcessorPil(
-        size={"shortest_edge": size},
-        crop_pct=1.0 if smallest_crop == 1 else 7 / 8,
+    return BitImageProcessorPil(
+        size={"shortest_edge": size if smallest_crop == 1 else int(size / (7 / 8))},
+        crop_size={"height": size, "width": size},
         image_mean=half,
         image_std=half,
         do_convert_rgb=channels == 3,

@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.plain_text import start_tokens
 
 from ..schema.sections import DataSource
 from .readers import Document
@@ -94,6 +95,8 @@ class TokenEncoder:
         self._tokenizer = Tokenizer.from_str(self._text)
         self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         self.separator = self._checked([separator])
+        has_start = start_tokens(tokenizer)[:1] == [tokenizer.bos_token_id]
+        self.start = self._checked([tokenizer.bos_token_id] if has_start else [])
 
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that determines the tokens of a text, in JSON types."""
@@ -101,7 +104,8 @@ class TokenEncoder:
         if self.tokenizer.chat_template:
             parts.append(self.tokenizer.special_tokens_map)  # a chat template may use special tokens
         digest = blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-        return {"tokenizer": digest, "separator": int(self.separator[0]), "vocabulary": self._vocabulary}
+        content = {"tokenizer": digest, "separator": int(self.separator[0]), "vocabulary": self._vocabulary}
+        return content | ({"start": self.start.tolist()} if len(self.start) else {})
 
     def encode(self, texts: list[str]) -> list[Tokens]:
         """Return the token ids of each text, without special tokens at its beginning or end."""
@@ -177,6 +181,8 @@ def write_tokens(
             if piece.first:
                 part = parts[HELD_OUT if is_held_out(piece.text, held_out) else TRAINING]
                 beginning, before = piece.text, part.tokens
+                if len(encoder.start) and not np.array_equal(tokens[:1], encoder.start):  # a chat template may add it
+                    part.write(encoder.start)
             part.write(tokens)
             if limit is not None and part.tokens + (not part.ends_with_separator()) - before > limit:
                 quote = " ".join(beginning[:BEGINNING].split())

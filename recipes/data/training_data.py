@@ -28,6 +28,9 @@ from .sampling_order import SourceOrder, shuffled
 from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
 
+FEW = 10
+"""With fewer documents, errors about held-out data say that documents are not divided."""
+
 Sample = dict[str, torch.Tensor]
 
 
@@ -133,19 +136,21 @@ def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: P
         return Windows(cache.stream(part), options.length, options.separate_documents)
 
     caches = [cached(source, options.held_out) for source in options.sources]
+    count = sum(part.documents for cache in caches for part in cache.parts.values())
+    few = f"; documents are never divided, and the sources have {count}" if options.held_out and count < FEW else ""
     training = [windows(cache, TRAINING) for cache in caches]
     for source, cache, source_windows in zip(options.sources, caches, training, strict=True):
         if not len(source_windows):
             raise RecipeError(
                 f"{source.path} has {cache.parts[TRAINING].tokens} tokens to train on, too few for one window of "
-                f"length={options.length}: add text, or use a shorter length or hold less out"
+                f"length={options.length}: add text, or use a shorter length or hold less out{few}"
             )
     evaluation = [windows(cache, HELD_OUT) for cache in caches]
     evaluation += [windows(cached(source, 0.0), TRAINING) for source in options.evaluation]
     if not sum(map(len, evaluation)) and (options.held_out or options.evaluation):
         raise RecipeError(
             f"held_out={options.held_out} and evaluation give less than one window of length={options.length} to "
-            "evaluate on: hold more out, or name more to evaluate on"
+            f"evaluate on: hold more out, or name more to evaluate on{few}"
         )
     weights = tuple(source.weight for source in options.sources)
     digests = [(weight, cache.parts[TRAINING].digest) for weight, cache in zip(weights, caches, strict=True)]

@@ -250,6 +250,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"AdamW trains the {part} with a learning rate of at most {rate} and a weight decay of {decay}."
     omitted = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
     omitted += ["the teacher's work"] if report["teacher_counted_from"] else []
+    if report["trainable_parameters"] < report["parameters"]:
+        yield "FLOPs include the gradients of frozen weights, which are not computed."
     if omitted:
         yield f"FLOPs leave out {' and '.join(omitted)}."
     if "kv_bytes_per_token" in report:

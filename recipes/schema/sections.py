@@ -74,8 +74,9 @@ class DataSource(Section):
 
     def __post_init__(self) -> None:
         ending = self.path.lower().rpartition(".")[2]
-        if self.kind == "text" and ending in ("jsonl", "parquet"):
-            raise RecipeError(f"{self.path} would be read as plain text, the default kind: set `kind: {ending}`")
+        if self.kind == "text" and ending in ("json", "jsonl", "ndjson", "parquet"):
+            kind = "parquet" if ending == "parquet" else "jsonl"
+            raise RecipeError(f"path={self.path} would be read as plain text, the default kind: set `kind: {kind}`")
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in UNUSED_OPTIONS[self.kind] and value != option.default:

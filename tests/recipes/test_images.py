@@ -89,6 +89,16 @@ def test_held_out_images_match_image_processor(options, channels):
     assert int(sample["labels"]) == 0 and len(data.evaluation) == 24
 
 
+@pytest.mark.parametrize("size", [16, 400])
+def test_image_processor_crops_the_central_square_at_every_size(size):
+    """The horizontal position of each pixel in an image of three squares side by side."""
+    positions = np.broadcast_to(np.linspace(0, 255, 3 * size), (size, 3 * size)).astype(np.uint8)
+    image = Image.fromarray(positions).convert("RGB")
+    pixels = image_processor(size, 3)(image, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, size, size)
+    assert float(pixels.abs().max()) == pytest.approx(7 / 8 / 3, abs=0.02)
+
+
 def test_epochs_cover_each_image_once_and_samples_follow_seed(options):
     samples = open_image_data(options, augmentation=FULL).samples(60, seed=1)
     assert Counter(int(samples[number]["labels"]) for number in range(24)) == {0: 7, 1: 8, 2: 9}

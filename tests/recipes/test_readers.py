@@ -130,7 +130,7 @@ def test_hub_options_are_passed_to_load_dataset(monkeypatch):
 
 
 def test_source_fingerprint_changes_with_content_and_options(tmp_path):
-    path = tmp_path / "a.json"
+    path = tmp_path / "a.data"
     write_jsonl(path, ["a"])
     first = source_of(path, "jsonl")
     fingerprints = [
@@ -152,9 +152,9 @@ def test_source_fingerprint_changes_with_content_and_options(tmp_path):
     assert json.loads(json.dumps(source_fingerprint(first))) is not None
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "PARQUET"])
-def test_source_of_another_format_without_its_kind_is_refused(ending):
-    with pytest.raises(RecipeError, match=f"rows.{ending} would be read as plain text.*`kind: {ending.lower()}`"):
+@pytest.mark.parametrize(("ending", "kind"), [("jsonl", "jsonl"), ("json", "jsonl"), ("PARQUET", "parquet")])
+def test_source_of_another_format_without_its_kind_is_refused(ending, kind):
+    with pytest.raises(RecipeError, match=f"path=folder/rows.{ending} would be read as plain text.*`kind: {kind}`"):
         source_of(f"folder/rows.{ending}", "text")
 
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import tokenising
@@ -44,6 +45,20 @@ def test_written_tokens_equal_documents_for_any_batch_size(encoder, tmp_path, mo
         assert records[TRAINING].documents == 100
         assert records[TRAINING].tokens == sum(map(len, expected_documents(texts)))
         assert (len(reports) > 10) == (size < 10_000)
+
+
+def test_documents_start_with_bos_if_the_tokenizer_adds_it(encoder, tmp_path):
+    tokenizer = separating_tokenizer()
+    tokenizer.bos_token = "w60"
+    without = TokenEncoder(tokenizer, 61)  # it has the token, but does not put it before texts
+    assert without.fingerprint()["vocabulary"] == 61 and "start" not in without.fingerprint()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w60 $A", special_tokens=[("w60", 60)])
+    starting = TokenEncoder(tokenizer, 61)
+    assert starting.fingerprint()["start"] == [60]
+    texts = [*toy_texts(20), words(60, 5, 6)]
+    write(starting, [[text] for text in texts], tmp_path)
+    expected = [document if document[0] == 60 else [60, *document] for document in expected_documents(texts)]
+    assert read_part(tmp_path, TRAINING) == expected
 
 
 def test_digest_depends_on_document_ends(encoder, tmp_path):

@@ -33,6 +33,14 @@ def first_tokens(samples):
     return [int(sample["input_ids"][0]) for sample in samples]
 
 
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_holding_out_a_part_of_one_document_says_that_documents_are_not_divided(share, tmp_path):
+    (tmp_path / "book.txt").write_text(words(*range(1, 60)) * 20)
+    options = DataOptions((DataSource(str(tmp_path / "book.txt")),), length=10, held_out=share, cache=str(tmp_path))
+    with pytest.raises(RecipeError, match=r"documents are never divided, and the sources have 1$"):
+        open_training_data(options)
+
+
 def test_epochs_cover_each_source_once_in_proportion_to_weights(options):
     data = open_training_data(options)
     assert sum(map(len, data.sources)) == 24 + 20
