@@ -13,7 +13,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.common.model_location import is_hub_id
 from crosshead.common.yaml_text import NULL
 
-from .field_types import Count, DataPath, Decay, Flag, Fraction, Json, NotNegative, PathOrId, Positive, Share
+from .field_types import Count, DataPath, Decay, Flag, Fraction, Json, Length, NotNegative, PathOrId, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DataOptions(Section):
 
     sources: Annotated[tuple[DataSource, ...], Field(min_length=1)]
     """Sources of the training data."""
-    length: Annotated[Count, Field(ge=2)] = 2048
+    length: Length = 2048
     """Number of tokens in a window (a training sequence)."""
     separate_documents: Flag = False
     """Restart position ids at each document of a window, and mask attention between documents."""
@@ -109,6 +109,11 @@ class DataOptions(Section):
     """Cache folder of tokenised sources, which later runs reuse."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Data loader workers of each training process; image augmentation needs several per GPU."""
+
+    def __post_init__(self) -> None:
+        for source in self.evaluation:
+            if source.weight != 1:
+                raise RecipeError(f"evaluation has weight={source.weight:g}, which has no effect there: leave it out")
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ def test_values_get_types_of_schema(tmp_path):
             tmp_path,
             PATH,
             "data: {sources: [{path: a, weight: 2}, {path: b, kind: jsonl}], length: 64, separate_documents: true}",
-            "train: {learning_rate: 1e-4, tokens: 1_000, batch_tokens: 128, betas: [0.9, 0.99], schedule: constant}",
+            "train: {learning_rate: 1e-4, tokens: 1_000, batch_tokens: 1.28e2, betas: [0.9, 0.99], schedule: cosine}",
             "watch: {report_to: [trackio]}",
             "checkpoints:",
         )
     )
-    assert recipe.train.learning_rate == 1e-4 and recipe.train.tokens == 1000
+    assert recipe.train.learning_rate == 1e-4 and recipe.train.tokens == 1000 and recipe.train.batch_tokens == 128
     assert recipe.train.betas == (0.9, 0.99) and recipe.data.separate_documents is True
     assert [source.weight for source in recipe.data.sources] == [2.0, 1.0]
     assert recipe.watch.report_to == ("trackio",) and recipe.watch.evaluate_every is None
@@ -142,7 +142,9 @@ BAD_VALUES = {
     "train.learning_rate=1e999": "train.learning_rate='1e999'",
     "train.learning_rate=0": "train.learning_rate='0'",
     "train.learning_rate=": "train.learning_rate=None",
+    "data.evaluation=[{path: a, weight: 5}]": "data.evaluation has weight=5, which has no effect there",
     "train.tokens=0.5": "train.tokens='0.5'",
+    "train.tokens=15e-1": "train.tokens='15e-1'",
     "train.final_ratio=2": "train.final_ratio='2'",
     "train.checkpoint_activations=1": "train.checkpoint_activations=1",
     "train.trainable=mixer": "train.trainable='mixer'",
