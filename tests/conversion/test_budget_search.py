@@ -48,8 +48,7 @@ def random_losses(heads, layers, seed):
 
 
 def cached_numbers(pairs, heads, size, eps, scales=1):
-    extra = [scales * heads if eps and min(pair) < heads else 0 for pair in pairs]
-    return sum(sum(pair) * size for pair in pairs) + sum(extra)
+    return sum(sum(pair) * size + (scales * heads if eps and min(pair) < heads else 0) for pair in pairs)
 
 
 def optimal_loss_by_enumeration(losses, heads, layers, size, eps, budget):
@@ -152,10 +151,8 @@ def test_component_trial_loss_equals_divergence_of_converted_model(backbone, gro
 
 @pytest.mark.slow  # the test of both budgets chooses component heads, too
 def test_cache_budget_gives_same_weights_as_its_chosen_counts(tmp_path):
-    source, text = (
-        write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4),
-        tmp_path / "text.txt",
-    )
+    source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
+    text = tmp_path / "text.txt"
     text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40)
     options = {"calibration": text, "verify": False}
     chosen = crosshead.convert(source, tmp_path / "chosen", {}, cache="60%", **options)["chosen"]
@@ -192,9 +189,8 @@ def test_active_head_counts_are_tried_in_sixths():
 @pytest.mark.parametrize("percent", range(5, 100, 5))
 def test_budget_is_used_up_despite_rounding(percent):
     """Budgets must tolerate rounding: in floating point, 0.7 times 180 is less than 126."""
-    losses = {
-        (layer, side, count): float(10 - count) for layer in range(30) for side in PROJECTIONS for count in (1, 2)
-    }
+    trials = product(range(30), PROJECTIONS, (1, 2))
+    losses = {(layer, side, count): float(10 - count) for layer, side, count in trials}
     losses |= {(layer, ACTIVE, count): float(10 - count) for layer in range(30) for count in range(1, 9)}
     units = percent * 30 * 6 // 100
     if units >= 60:  # one component for each side and layer
