@@ -159,7 +159,8 @@ def measure_losses(
             expected = head(hidden[window, ::STRIDE])
             for trial, states in trial_states.items():
                 losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
-    return losses | {trial: losses[middle] * scale for trial, (middle, scale) in scales.items()}
+    losses |= {trial: losses[middle] * scale for trial, (middle, scale) in scales.items()}
+    return dict(sorted(losses.items()))
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_converted_model_equals_source_routed_by_hooks(steps, source, short_text
     report = crosshead.convert(source, tmp_path / "out", mixers, calibration=short_text, save_calibration=saved)
     assert report["counts"]["created"] == 1 + 4 * bool(explicit)
     stored = load_file(saved)
-    routing = Routing(0, 5)
+    routing = Routing(0, 5, "aligned.2x2" if explicit else "")
     fitted = {name: stored[f"1.router.{name}"] for name in routing.names()}
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
